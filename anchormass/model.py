@@ -92,6 +92,7 @@ class TransformerLM(nn.Module):
     def __init__(self, config: Config, seed: int = 0) -> None:
         super().__init__()
         self.config = config
+        self.training_info: dict[str, object] = {"stage": "none", "tokens": 0}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -129,7 +130,7 @@ class TransformerLM(nn.Module):
                 raise AnchorMassError(f"variant({name}=…) would change a weight's shape")
         other = TransformerLM.__new__(TransformerLM)
         nn.Module.__init__(other)
-        other.config = config
+        other.config, other.training_info = config, self.training_info
         for name, child in self.named_children():
             other.add_module(name, child)
         return other
