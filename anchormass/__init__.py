@@ -1,10 +1,11 @@
 """anchormass: AnchorMass Attention, a transformer whose KV cache stays at a fixed size."""
 
-from anchormass.cache import load_cache, memory_formula
+from anchormass.cache import load_cache
 from anchormass.compress import compress_subgroups
 from anchormass.config import Config, preset, presets
 from anchormass.errors import AnchorMassError
 from anchormass.generate import generate
+from anchormass.memory import memory_formula
 from anchormass.model import TransformerLM
 from anchormass.policies import policies, register
 

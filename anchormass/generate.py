@@ -63,9 +63,7 @@ def generate(
         raise AnchorMassError(f"ids {list(ids.shape)}: expected [B, T]")
     generator = torch.Generator(device=ids.device).manual_seed(seed)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=ids.device)
-    logits = model.prefill(
-        ids, cache, chunk_size, lengths=lengths, session_length=session_length
-    )
+    logits = model.prefill(ids, cache, chunk_size, lengths=lengths, session_length=session_length)
     tokens: list[Tensor] = []
     done = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     while True:

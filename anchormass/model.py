@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.n_heads = config.n_heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(config.width, config.width, bias=False))
+        self.q_proj = nn.Linear(config.width, config.width, bias=False)
+        self.k_proj = nn.Linear(config.width, config.width, bias=False)
+        self.v_proj = nn.Linear(config.width, config.width, bias=False)
+        self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> QKV:
         """`[B, T, W]` -> three times `[B, H, T, D]`."""
@@ -79,6 +82,17 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """`[B, T, W]` -> same; `attend` maps q, k, v `[B, H, T, D]` to the heads' outputs."""
+        x = x + self.self_attn.out(attend(*self.self_attn.qkv(self.input_layernorm(x), cos, sin)))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class TransformerLM(nn.Module):
@@ -156,9 +170,7 @@ class TransformerLM(nn.Module):
         """Token ids `[B, T]` -> normalised hidden states `[B, T, W]`."""
         x = self.embed_tokens(ids)
         for i, layer in enumerate(self.layers):
-            qkv = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
-            x = x + layer.self_attn.out(attend(i, *qkv))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(x, cos, sin, partial(attend, i))
         return self.norm(x)
 
     # ------------------------------------------------------------ parallel form
@@ -168,9 +180,7 @@ class TransformerLM(nn.Module):
         self._check_ids(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)
         cos, sin = self._positions(positions, session_length or ids.shape[1])
-        return self._run(
-            ids, cos, sin, lambda i, q, k, v: parallel_attention(q, k, v, self.config)
-        )
+        return self._run(ids, cos, sin, lambda i, q, k, v: parallel_attention(q, k, v, self.config))
 
     def forward(self, ids: Tensor, session_length: int | None = None) -> Tensor:
         """Logits of a whole sequence, no cache and no slot budget.
@@ -306,9 +316,7 @@ class TransformerLM(nn.Module):
         else:
             positions = torch.tensor(cache.seen, device=ids.device)[:, None] + offset
         cos, sin = self._positions(positions, cache.session_length)
-        hidden = self._run(
-            ids, cos, sin, lambda i, q, k, v: cache.prefill(i, q, k, v, counts)
-        )
+        hidden = self._run(ids, cos, sin, lambda i, q, k, v: cache.prefill(i, q, k, v, counts))
         cache.advance(counts)
         return hidden
 
@@ -332,10 +340,7 @@ class TransformerLM(nn.Module):
         if min(cache.seen) < 1:
             raise AnchorMassError("the cache is empty: prefill a prompt first")
         positions = torch.tensor(cache.seen, device=ids.device)
-        if len(set(cache.seen)) == 1:
-            positions = positions[:1]
-        else:
-            positions = positions[:, None]
+        positions = positions[:1] if len(set(cache.seen)) == 1 else positions[:, None]
         cos, sin = self._positions(positions, cache.session_length)
         hidden = self._run(ids, cos, sin, cache.step)
         cache.advance([1] * ids.shape[0])

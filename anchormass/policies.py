@@ -99,7 +99,7 @@ def adaptive(energy: Tensor, mass: Tensor, budget: int, recent: int) -> Plan:
 @register("score_merge")
 def score_merge(energy: Tensor, mass: Tensor, budget: int, recent: int) -> Plan:
     """Merge the adjacent pairs of least energy, with nothing protected."""
-    return adaptive(energy, mass, budget, recent=0)
+    return adaptive(energy, mass, budget, 0)
 
 
 @register("uniform_merge", weight="mass")
