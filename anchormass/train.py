@@ -239,7 +239,7 @@ def train(
             line: dict[str, Any] = {
                 "step": step,
                 "tokens": step * tokens_per_step,
-                "loss": round(float(loss), 5),
+                "loss": round(float(loss.detach()), 5),
                 "lr": rate,
                 "grad_norm": round(float(norm), 4),
                 "tokens_per_s": round(tokens_per_step / (time.monotonic() - began)),
@@ -297,7 +297,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--out", type=Path, help="run folder (default: build/runs/NAME)")
+    parser.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
     parser.set_defaults(run=_command)
 
 
@@ -309,7 +309,7 @@ def _command(args: argparse.Namespace) -> None:
         if args.steps < 1:
             raise AnchorMassError(f"--steps {args.steps}: must be at least 1")
         recipe = Recipe(**(asdict(recipe) | {"steps": args.steps}))
-    out = args.out or ROOT / "build" / "runs" / f"{args.model}-{args.profile}-stage1"
+    out = args.out or ROOT / "runs" / f"{args.model}-{args.profile}-stage1"
     path = train(
         args.model,
         args.profile,
