@@ -41,7 +41,9 @@ def device() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     found = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [x.split(":", 1)[1].strip() for x in found if x.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(names)} cores"
+    return (
+        f"{names[0] if names else platform.processor() or platform.machine()}, {len(names)} cores"
+    )
 
 
 def commit() -> str:
