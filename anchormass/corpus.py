@@ -209,8 +209,10 @@ def build(
     name = out or f"{Path(source).resolve().name}-{made_for}"
     folder = folder_of(name)
     if available(name) and not force:
-        print(f"corpus {str(name)!r} is there already: --force builds it again")
-        return sidecar(name)
+        about = sidecar(name)
+        made = f"{about['source']}, tokenizer {about['tokenizer']}, seed {about['seed']}"
+        print(f"corpus {str(name)!r} is there already ({made}): --force builds it again")
+        return about
     if not 256 < vocab_size <= 2**16:
         raise AnchorMassError(f"--vocab-size {vocab_size}: must be 257 to 65,536 (uint16)")
     raw, about = sources.load(source, offline, max_documents)
@@ -296,7 +298,12 @@ def add_parser(subparsers: Any) -> None:
         epilog="examples: python -m anchormass data build; "
         "python -m anchormass data build --source ~/texts --out mine --tokenizer train",
     )
-    made.add_argument("--source", default="debian", metavar="debian|hub|DIR")
+    made.add_argument(
+        "--source",
+        default="debian",
+        metavar="debian|hub|DIR",
+        help="Debian's Japanese documentation and Tatoeba (default), hub datasets, your own files",
+    )
     made.add_argument(
         "--out",
         metavar="NAME|DIR",
@@ -308,7 +315,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="mini|FILE|train",
         help="the shipped one (default), a model file, or a new one trained on this text",
     )
-    made.add_argument("--vocab-size", type=int, default=tokenizer.VOCAB_SIZE, metavar="N")
+    made.add_argument(
+        "--vocab-size",
+        type=int,
+        default=tokenizer.VOCAB_SIZE,
+        metavar="N",
+        help=f"of a new tokenizer (default {tokenizer.VOCAB_SIZE})",
+    )
     made.add_argument("--seed", type=int, default=0, help="of the split and a new tokenizer")
     made.add_argument(
         "--max-documents", type=int, default=200_000, metavar="N", help="of each hub dataset"

