@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser_for(arguments).parse_args(arguments)
         return args.run(args) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "interrupted", file=sys.stderr)
         return 130
     except (AnchorMassError, OSError) as error:
         if args is not None and args.debug:
