@@ -309,8 +309,9 @@ def _parallel_global(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Tensor:
     slots, _ = compress_body(k[:, :, s:stop], v[:, :, s:stop], config)
     sink_mass = slots.mass.new_ones(q.shape[0], s)
     outs = [sinks]
-    for start in range(s, length, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, length)
+    step = max(1, QUERY_CHUNK // c) * c  # whole blocks
+    for start in range(s, length, step):
+        end = min(start + step, length)
         n_past = (start - s) // c * config.slots_per_block
         n_own = (end - s) // c * config.slots_per_block
         past = Slots(

@@ -84,7 +84,8 @@ def compress_subgroups(
 
     outlier_mass = torch.where(is_outlier, mass, 0).sum(-1)
     background = torch.where(is_outlier, 0, mass)
-    share = (background / background.sum(-1, keepdim=True)).to(wide)[..., None, :, None]
+    share = background.to(wide)[..., None, :, None]
+    share = share / share.sum(-2, keepdim=True)
     keep = fired[..., None, None]
     return Subgroups(
         fired=fired,
