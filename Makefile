@@ -23,14 +23,14 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: '$(PYTHON)' cannot create virtual environments: install its venv module (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): some minutes the first time"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(RUN) -m pip install $(if $(CI),--quiet) --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
 test: $(STAMP) ## lint, type check and run the tests (ARGS go to pytest)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 reproduce: $(STAMP) ## run the whole study: notebooks, figures, gallery (ARGS: see --help)
 	$(RUN) -m anchormass reproduce $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import json
 import os
 import re
@@ -53,7 +54,8 @@ FONT = (
     "Hiragino Sans, Yu Gothic, Meiryo, sans-serif"
 )
 WIDTH, HEIGHT, SCALE = 960, 540, 2
-TITLE_SIZE = 17
+TITLE_SIZE, TITLE_LINE, CAPTION_LINE = 17, 22, 16  # pixels
+TOP = 84  # above the plot: a title of two lines, or one and the panels' headings
 # The runner says here, to its kernels, what repeats this notebook alone with its settings.
 COMMAND_VARIABLE = "ANCHORMASS_COMMAND"
 PNG_SECONDS = 120  # for one picture, the browser's start included
@@ -75,13 +77,13 @@ TEMPLATE = go.layout.Template(
         "hoverlabel": {"font": {"family": FONT}},
         # Under the plot, where it meets neither a title of two lines nor the right edge.
         "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
-        "margin": {"l": 70, "r": 30, "t": 60, "b": 60},
+        "margin": {"l": 70, "r": 30, "t": TOP, "b": 60},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",
+        # No automargin: with a title of two lines it pushes the first one off the picture.
         "title": {
-            "automargin": True,
             "font": {"size": TITLE_SIZE},
-            "pad": {"t": 14, "b": 14},
+            "pad": {"t": 28},
             "x": 0.01,
             "xanchor": "left",
             "y": 1,
@@ -90,7 +92,11 @@ TEMPLATE = go.layout.Template(
         },
         "xaxis": _AXIS,
         "yaxis": _AXIS,
-    }
+    },
+    # A trace picks its scale by itself unless told here.
+    data={
+        "heatmap": [{"colorscale": "Viridis", "colorbar": {"outlinewidth": 0, "thickness": 14}}],
+    },
 )
 pio.templates["anchormass"] = TEMPLATE
 pio.templates.default = "anchormass"
@@ -158,7 +164,7 @@ def _working_browser(chosen: str | None, search_path: str | None) -> str | None:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return path if re.search(r"\d+\.\d+", said.stdout) else None
+    return path if re.search("chrom|edge|brave|vivaldi", said.stdout, re.IGNORECASE) else None
 
 
 def browser_advice() -> str:
@@ -210,6 +216,9 @@ def _png(fig: go.Figure, width: int, height: int) -> bytes | None:
 
 # ---------------------------------------------------------------- saving
 
+# A kernel runs one notebook: figures are listed in the order in which it saves them.
+_ORDER = itertools.count(1)
+
 
 def save_figure(
     fig: go.Figure,
@@ -250,10 +259,7 @@ def save_figure(
         # Nine digits keep float32 exact and hide the noise in the last bits of float64.
         data.to_csv(temporary, index=False, float_format="%.9g", lineterminator="\n")
 
-    picture = go.Figure(fig).update_layout(width=width, height=height)
-    if "<br" not in fig.layout.title.text:
-        picture.update_layout(title_text=headline(fig.layout.title.text, width))
-    if png := _png(picture, width, height):
+    if png := _png(_fitted(fig, width), width, height):
         written["png"] = folder / f"{name}.png"
         with paths.atomic_path(written["png"]) as temporary:
             temporary.write_bytes(png)
@@ -263,6 +269,7 @@ def save_figure(
     about = {
         "name": name,
         "notebook": notebook,
+        "order": next(_ORDER),
         "title": title,
         "says": title_says,
         "width": width,
@@ -276,3 +283,13 @@ def save_figure(
     with paths.atomic_path(written["json"]) as temporary:
         temporary.write_text(json.dumps(about, ensure_ascii=False) + "\n", encoding="utf-8")
     return written
+
+
+def _fitted(fig: go.Figure, width: int) -> go.Figure:
+    """A copy whose title fits a picture of this width; one with its own breaks stays so."""
+    text = fig.layout.title.text
+    broken = text if "<br" in text else headline(text, width)
+    margin = fig.layout.margin.t
+    top = (TOP if margin is None else margin) + TITLE_LINE * max(0, broken.count("<br>") - 1)
+    changed = {} if broken == text else {"title_text": broken, "margin_t": top}
+    return go.Figure(fig).update_layout(**changed)

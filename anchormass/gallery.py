@@ -16,6 +16,7 @@ from typing import Any
 
 import plotly
 
+from anchormass import figures
 from anchormass.errors import AnchorMassError
 from anchormass.paths import atomic_path
 
@@ -85,7 +86,7 @@ def update(folder: Path, questions: Mapping[str, str], finished: set[str]) -> li
             old = {}
         drawings |= {name: entry.pop("figure") for name, entry in new.items()}
         merged = old | {name: _with_png(folder, entry) for name, entry in new.items()}
-        entries += [merged[name] for name in sorted(merged)]
+        entries += sorted(merged.values(), key=lambda e: (e["order"], e["name"]))
     with atomic_path(folder / "manifest.json") as temporary:
         text = json.dumps({"figures": entries}, ensure_ascii=False, indent=1)
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -184,15 +185,35 @@ def _article(entry: Entry, drawing: dict[str, Any] | None) -> str:
 
 
 def _plot(name: str, drawing: dict[str, Any], height: int) -> str:
-    """A box that follows the page's width; the page shows the title, so the drawing does not."""
-    layout = {**drawing["layout"], "height": height, "autosize": True}
+    """A box that follows the page's width.
+
+    Text that does not break by itself is the page's and not the drawing's: the title, and
+    captions. The room that they took above the plot goes.
+    """
+    layout = {**drawing["layout"], "autosize": True}
     layout.pop("width", None)
+    annotations = layout.get("annotations", [])
+    captions = [a["text"] for a in annotations if _is_caption(a)]
+    layout["annotations"] = [a for a in annotations if not _is_caption(a)]
+    title = layout["title"]["text"]
+    margin = layout.get("margin", {})
+    top = margin.get("t", figures.TOP)
+    spare = 28 + figures.TITLE_LINE * (1 + title.count("<br>"))
+    spare += sum(figures.CAPTION_LINE * (1 + text.count("<br>")) for text in captions)
     layout["title"] = {"text": ""}
-    layout["margin"] = {**layout.get("margin", {}), "t": 30}
+    layout["margin"] = {**margin, "t": max(36, top - spare)}
+    layout["height"] = height - top + layout["margin"]["t"]
     text = json.dumps({"data": drawing["data"], "layout": layout}, ensure_ascii=False)
     # Inside a script element only `</` could end it, and `<!--` change how it is read.
     text = text.replace("<", "\\u003c")
+    words = "".join(f'<p class="small">{html.escape(figures.plain(c))}</p>\n' for c in captions)
     return (
-        f'<div class="plot" id="{name}" style="height: {height}px"></div>\n'
+        f'{words}<div class="plot" id="{name}" style="height: {layout["height"]}px"></div>\n'
         f'<script type="application/json" id="json-{name}">{text}</script>'
     )
+
+
+def _is_caption(annotation: Mapping[str, Any]) -> bool:
+    """Text that stands on the top left corner of the plot."""
+    place = {"xref": "paper", "x": 0, "yref": "paper", "y": 1, "yanchor": "bottom"}
+    return all(annotation.get(key) == value for key, value in place.items())

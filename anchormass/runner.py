@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -46,8 +47,9 @@ def kernel_environment() -> Iterator[None]:
         # JUPYTER_PATH comes before every other place, so that `python3` is this interpreter
         # even where the user has a kernel of that name for another.
         (kernels := Path(scratch) / "kernels").mkdir()
-        # Kernels warn that they talk over TCP: they do, on this machine only, and signed.
-        write_kernel_spec(kernels / "python3", extra_arguments=["--log-level=ERROR"])
+        # Else each prints that it talks over TCP (on this machine only, and signed), and
+        # a traceback of its own at Ctrl-C; what a cell raises is reported all the same.
+        write_kernel_spec(kernels / "python3", extra_arguments=["--log-level=CRITICAL"])
         os.environ |= {
             "JUPYTER_PATH": scratch,
             "IPYTHONDIR": scratch,  # no start-up files, no history
@@ -173,5 +175,7 @@ def write_copy(executed: Path, target: Path) -> None:
             cell.id = f"papermill-{index}"
         if not cell.metadata.get("tags"):  # papermill gives every cell an empty list
             cell.metadata.pop("tags", None)
+    # Not by nbformat, whose indentation makes a tenth of the size.
+    text = json.dumps(notebook, ensure_ascii=False, sort_keys=True)
     with paths.atomic_path(target) as temporary:
-        temporary.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+        temporary.write_text(text + "\n", encoding="utf-8")

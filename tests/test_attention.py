@@ -1,170 +1,417 @@
-"""Attention, equation and fast paths, against one softmax per query over what it may see."""
+"""Attention, equation and fast paths, against one softmax per query over what it may see.
+
+`per_query` is the reference: it lists, from the specification's table, the raw tokens and the
+slots that one query of one head sees, makes the slots itself with a loop over tokens, and takes
+one softmax. Autograd runs through it, so it is the reference of the gradients too.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
-from anchormass import preset
+from anchormass import Config, preset
 from anchormass.attention import (
     Part,
     attend,
-    compress_body,
     decode_attention,
+    global_attention,
+    local_attention,
     parallel_attention,
     reference_attention,
 )
+from anchormass.compress import Slots
 
 SMALL = preset("anchormass-smoke").replace(width=24, n_heads=4)  # 2 Local, 2 Global, D = 6
-LENGTHS = [1, 15, 16, 17, 64, 65, 79, 80, 81, 128, 143, 144, 145, 200]
+UNEVEN = SMALL.replace(width=18, n_heads=3, local_heads=1, block=12, subgroup=4, sinks=5)
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 128, 143, 144, 145, 200]
+KERNELS = ["flash-cpu", "matmul"]  # the second is what runs on devices other than the CPU
 
 
-def qkv(length: int, batch: int = 1, seed: int = 0, scale: float = 1.5) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(seed + length)
-    shape = (batch, SMALL.n_heads, length, SMALL.head_dim)
-    return [scale * torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3)]
+@pytest.fixture(params=KERNELS)
+def any_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("anchormass.attention.kernel", lambda device: request.param)
+    return str(request.param)
 
 
-def per_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Row by row, head by head: gather the keys that SPEC 1 lists, one softmax, one mean."""
-    out = torch.zeros_like(q)
-    batch, heads, length, dim = q.shape
-    blocks = max(length - 16, 0) // 64
-    slots, _ = compress_body(
-        k[:, 2:, 16 : 16 + 64 * blocks], v[:, 2:, 16 : 16 + 64 * blocks], SMALL
-    )
-    for b in range(batch):
-        for t in range(length):
-            for h in range(heads):
-                if h < 2:  # Local: t-63 … t
-                    seen = list(range(max(0, t - 63), t + 1))
-                    entries = [(k[b, h, j], v[b, h, j], 1.0) for j in seen]
-                elif t < 16:
-                    entries = [(k[b, h, j], v[b, h, j], 1.0) for j in range(t + 1)]
-                else:
-                    block = (t - 16) // 64
-                    raw = [*range(16), *range(16 + 64 * block, t + 1)]
-                    entries = [(k[b, h, j], v[b, h, j], 1.0) for j in raw]
-                    for s in range(16 * block):
-                        if (n := float(slots.mass[b, s])) > 0:
-                            entries.append((slots.k[b, h - 2, s], slots.v[b, h - 2, s], n))
-                logits = torch.stack(
-                    [q[b, h, t] @ key / math.sqrt(dim) + math.log(n) for key, _, n in entries]
-                )
-                out[b, h, t] = logits.softmax(0) @ torch.stack([value for _, value, _ in entries])
+def qkv(
+    length: int, batch: int = 1, seed: int = 0, scale: float = 1.5, config: Config = SMALL
+) -> list[Tensor]:
+    """Peaked attention, and values of which about half the subgroups fire at 0.85."""
+    g = torch.Generator().manual_seed(1000 * seed + length)
+    shape = (batch, config.n_heads, length, config.head_dim)
+    q, k, v = (scale * torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(3))
+    width = config.subgroup
+    group = (torch.arange(length) - config.sinks).div(width, rounding_mode="floor")
+    alike = (group % 2 == 0)[None, None, :, None]
+    common = torch.ones(config.head_dim, dtype=torch.float64)
+    return [q, k, torch.where(alike, 0.1 * v + common, v)]
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def slots_of_block(k: Tensor, v: Tensor, config: Config) -> list[tuple[Tensor, Tensor, int]]:
+    """Stage 1 of one block `[Hg, C, D]`: key, value and mass of its slots, empty ones left out."""
+    out = []
+    for start in range(0, config.block, config.subgroup):
+        members = list(range(start, start + config.subgroup))
+        group = v[:, members].detach()
+        mean = group.mean(1)
+        similarity, relative = [], []
+        for i in range(config.subgroup):
+            cosines = [
+                float(group[h, i] @ mean[h] / (group[h, i].norm() * mean[h].norm()))
+                for h in range(len(group))
+            ]
+            ratios = [
+                float(group[h, i].norm() / group[h].norm(dim=-1).mean()) for h in range(len(group))
+            ]
+            similarity.append(sum(cosines) / len(cosines))
+            relative.append(sum(ratios) / len(ratios))
+        odd = similarity.index(min(similarity))
+        if similarity[odd] < config.cos_threshold or max(relative) > config.norm_threshold:
+            outlier = members.pop(odd)
+            out.append((k[:, outlier], v[:, outlier], 1))
+        mean = torch.stack([v[:, i] for i in members]).mean(0)
+        out.append((k[:, members[-1]], mean, len(members)))
     return out
 
 
+def softmax_over(q: Tensor, entries: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+    """One query `[D]` over its (key, value, mass) entries."""
+    keys, values = (torch.stack([e[i] for e in entries]) for i in (0, 1))
+    log_mass = torch.tensor([math.log(n) for _, _, n in entries], dtype=torch.float64)
+    return (keys @ q / math.sqrt(len(q)) + log_mass).softmax(0) @ values
+
+
+def per_query(
+    q: Tensor, k: Tensor, v: Tensor, config: Config, queries: Sequence[int] | None = None
+) -> Tensor:
+    """The outputs `[B, H, len(queries), D]` of these queries, of all by default."""
+    batch, heads, length, _ = q.shape
+    queries = range(length) if queries is None else queries
+    sinks, block = config.sinks, config.block
+    local = config.n_heads // 2 if config.local_heads is None else config.local_heads
+    rows = []
+    for b in range(batch):
+        slots = [
+            slots_of_block(
+                k[b, local:, start : start + block], v[b, local:, start : start + block], config
+            )
+            for start in range(sinks, length - block + 1, block)
+        ]
+        out = []
+        for h in range(heads):
+            for t in queries:
+                if h < local:
+                    raw, past = range(max(0, t - block + 1), t + 1), 0
+                elif t < sinks:
+                    raw, past = range(t + 1), 0
+                else:
+                    past = (t - sinks) // block
+                    raw = [*range(sinks), *range(sinks + past * block, t + 1)]
+                entries = [(k[b, h, j], v[b, h, j], 1) for j in raw]
+                for made in slots[:past]:
+                    entries += [(key[h - local], value[h - local], n) for key, value, n in made]
+                out.append(softmax_over(q[b, h, t], entries))
+        rows.append(torch.stack(out).view(heads, len(queries), -1))
+    return torch.stack(rows)
+
+
+def assert_close(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
+
+
+# ---------------------------------------------------------------- forward
+
+
 @pytest.mark.parametrize("length", LENGTHS)
-def test_both_forms_equal_the_loop(length: int) -> None:
+def test_both_forms_equal_the_loop(length: int, any_kernel: str) -> None:
     q, k, v = qkv(length, batch=1 + length % 2)
-    want = per_query(q, k, v)
-    assert torch.allclose(reference_attention(q, k, v, SMALL), want, atol=1e-12, rtol=0)
-    assert torch.allclose(parallel_attention(q, k, v, SMALL), want, atol=1e-12, rtol=0)
+    want = per_query(q, k, v, SMALL)
+    assert_close(reference_attention(q, k, v, SMALL), want)
+    assert_close(parallel_attention(q, k, v, SMALL), want)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 1040, 1041, 1500, 2300])
-@pytest.mark.parametrize("attention", ["anchormass", "standard"])
-def test_fast_path_equals_the_equation_across_query_chunks(length: int, attention: str) -> None:
+@pytest.mark.parametrize("length", [4, 5, 6, 17, 28, 29, 30, 53, 100])
+def test_other_shapes_equal_the_loop(length: int, any_kernel: str) -> None:
+    """One Local head of three, blocks of 12, subgroups of 4, 5 sinks."""
+    q, k, v = qkv(length, batch=2, config=UNEVEN)
+    want = per_query(q, k, v, UNEVEN)
+    assert_close(reference_attention(q, k, v, UNEVEN), want)
+    assert_close(parallel_attention(q, k, v, UNEVEN), want)
+
+
+@pytest.mark.parametrize("length", [1039, 1040, 1041, 1104, 1105, 2300])
+def test_long_sequences_equal_the_loop(length: int) -> None:
+    """The fast path works in chunks of queries; these lengths end around its seams."""
+    q, k, v = qkv(length)
+    at = [t for t in (0, 15, 16, 79, 80, 1039, 1040, 1041, 1103, 1104, 2064, length - 1)]
+    at = sorted({t for t in at if t < length})
+    want = per_query(q, k, v, SMALL, at)
+    assert_close(parallel_attention(q, k, v, SMALL)[:, :, at], want)
+    assert_close(reference_attention(q, k, v, SMALL)[:, :, at], want)
+
+
+@pytest.mark.parametrize("block", [12, 24, 40, 48, 96, 1400])
+def test_blocks_that_do_not_divide_a_query_chunk(block: int) -> None:
+    config = SMALL.replace(block=block, subgroup=4)
+    q, k, v = qkv(2300, config=config)
+    at = [15, 16, 1039, 1040, 1041, 1100, 1500, 2063, 2064, 2299]
+    want = per_query(q, k, v, config, at)
+    assert_close(reference_attention(q, k, v, config)[:, :, at], want)
+    assert_close(parallel_attention(q, k, v, config)[:, :, at], want)
+
+
+@pytest.mark.parametrize("length", [1, 17, 80, 300, 1100])
+def test_standard_is_causal_softmax_attention(length: int) -> None:
     q, k, v = qkv(length, batch=2)
-    config = SMALL.replace(attention=attention)
-    want = reference_attention(q, k, v, config)
-    assert torch.allclose(parallel_attention(q, k, v, config), want, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("length", [17, 81, 200, 1300])
-def test_gradients_equal_autograd_through_the_equation(length: int) -> None:
-    inputs = [x.requires_grad_() for x in qkv(length, batch=2)]
-    # A low threshold leaves some outlier slots empty: their -inf must not become NaN.
-    config = SMALL.replace(cos_threshold=0.1, norm_threshold=9.0)
-    weight = torch.randn(inputs[0].shape, dtype=torch.float64)
-    found, wanted = (
-        torch.autograd.grad((f(*inputs, config) * weight).sum(), inputs)
-        for f in (parallel_attention, reference_attention)
-    )
-    for got, want in zip(found, wanted, strict=True):
-        assert bool(got.isfinite().all())
-        assert torch.allclose(got, want, atol=1e-10, rtol=0)
+    config = SMALL.replace(attention="standard")
+    got = parallel_attention(q, k, v, config)
+    assert_close(reference_attention(q, k, v, config), got)
+    for t in {0, length // 2, length - 1}:
+        for b in range(2):
+            for h in range(4):
+                entries = [(k[b, h, j], v[b, h, j], 1) for j in range(t + 1)]
+                assert_close(got[b, h, t], softmax_over(q[b, h, t], entries))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-def test_low_precision_stays_close(dtype: torch.dtype, tolerance: float) -> None:
-    q, k, v = (x.to(dtype) for x in qkv(300, scale=1.0))
-    # Stage 1 decides by thresholds: compare on the decisions made in this dtype.
-    config = SMALL.replace(cos_threshold=1.0)
-    want = reference_attention(q.double(), k.double(), v.double(), config)
-    got = parallel_attention(q, k, v, config)
+@pytest.mark.parametrize("length", [17, 145, 300])
+def test_low_precision_stays_close(
+    length: int, dtype: torch.dtype, tolerance: float, any_kernel: str
+) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(length, scale=1.0))
+    want = per_query(q.double(), k.double(), v.double(), SMALL)
+    got = parallel_attention(q, k, v, SMALL)
     assert got.dtype == dtype
-    assert float((got.double() - want).abs().max()) < tolerance
+    assert_close(got.double(), want, tolerance)
 
 
-def test_parts_are_one_softmax() -> None:
-    q, k, v = (x[:, :2] for x in qkv(96, batch=2))
-    bias = torch.randn(2, 1, 96, 40, dtype=torch.float64)
+def test_rows_of_a_batch_do_not_affect_each_other() -> None:
+    q, k, v = qkv(300, batch=3)
+    together = parallel_attention(q, k, v, SMALL)
+    for b in range(3):
+        row = slice(b, b + 1)
+        assert_close(parallel_attention(q[row], k[row], v[row], SMALL), together[row], 1e-14)
+
+
+# ---------------------------------------------------------------- backward
+
+
+def gradients(out: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).double()
+    return torch.autograd.grad((out * weight).sum(), inputs)
+
+
+@pytest.mark.parametrize("length", [1, 17, 81, 150])
+def test_gradients_equal_autograd_through_the_loop(length: int, any_kernel: str) -> None:
+    """About half of the outlier slots are empty: their -inf must not become NaN."""
+    inputs = [x.requires_grad_() for x in qkv(length, batch=1)]
+    found = gradients(parallel_attention(*inputs, SMALL), inputs)
+    wanted = gradients(per_query(*inputs, SMALL), inputs)
+    for got, want in zip(found, wanted, strict=True):
+        assert bool(got.isfinite().all())
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize("cos_threshold", [-2.0, 0.1, 2.0])  # none, some, all fire
+def test_gradients_of_long_sequences_equal_those_of_the_equation(
+    cos_threshold: float, any_kernel: str
+) -> None:
+    config = SMALL.replace(cos_threshold=cos_threshold, norm_threshold=9.0)
+    inputs = [x.requires_grad_() for x in qkv(1300)]
+    found = gradients(parallel_attention(*inputs, config), inputs)
+    wanted = gradients(reference_attention(*inputs, config), inputs)
+    for got, want in zip(found, wanted, strict=True):
+        assert bool(got.isfinite().all())
+        assert_close(got, want, 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_low_precision(dtype: torch.dtype, any_kernel: str) -> None:
+    inputs = [x.to(dtype).requires_grad_() for x in qkv(200, scale=1.0)]
+    found = gradients(parallel_attention(*inputs, SMALL), inputs)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = gradients(reference_attention(*wide, SMALL), wide)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == dtype
+        error = (got.double() - want).norm() / want.norm()
+        assert float(error) < {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+
+
+def test_identical_values_have_finite_gradients() -> None:
+    """No subgroup fires at all, the cosine is at its maximum, and every outlier slot is empty."""
+    q, k, v = qkv(300)
+    for value in (torch.ones_like(v), torch.zeros_like(v)):
+        inputs = [q.clone().requires_grad_(), k.clone().requires_grad_(), value.requires_grad_()]
+        out = parallel_attention(*inputs, SMALL)
+        assert_close(out, value, 1e-14)  # a mean of equal values
+        assert all(bool(g.isfinite().all()) for g in gradients(out, inputs))
+
+
+# ---------------------------------------------------------------- who sees whom
+
+
+@pytest.mark.parametrize("at", [16, 24, 63, 64, 65, 80, 81, 128, 144])
+@pytest.mark.parametrize("attention", ["anchormass", "standard"])
+@pytest.mark.parametrize("form", [parallel_attention, reference_attention])
+def test_no_query_sees_what_comes_after_it(at: int, attention: str, form: object) -> None:
+    """A summary that held the query's own block would carry its later tokens back to it."""
+    assert callable(form)
+    config = SMALL.replace(attention=attention)
+    q, k, v = qkv(230)
+    before = form(q, k, v, config)
+    g = torch.Generator().manual_seed(at)
+    for x in (q, k, v):
+        x[:, :, at:] = 3 * torch.randn(x[:, :, at:].shape, generator=g, dtype=x.dtype)
+    after = form(q, k, v, config)
+    assert torch.equal(after[:, :, :at], before[:, :, :at])
+    assert not torch.allclose(after[:, :, at], before[:, :, at])
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 23, 63, 79, 80, 127, 144, 229])
+def test_global_heads_see_all_of_the_past_and_local_heads_64_tokens(at: int) -> None:
+    """Read off the gradient of one output with respect to every value: zero means unseen."""
+    q, k, v = qkv(230, scale=0.5)
+    v.requires_grad_()
+    out = parallel_attention(q, k, v, SMALL)
+    (grad,) = torch.autograd.grad(out[:, :, at].sum(), v)
+    seen = grad[0].abs().amax(-1) > 0  # [H, T]
+    place = torch.arange(230)
+    assert torch.equal(seen[:2], ((place <= at) & (place > at - 64)).expand(2, -1))
+    assert torch.equal(seen[2:], (place <= at).expand(2, -1))
+
+
+def test_merging_identical_tokens_gives_the_dense_output() -> None:
+    """Eight equal tokens in one slot of mass 8 are eight equal tokens."""
+    length = 16 + 64 * 3 + 5
+    q, k, v = qkv(length)
+    body = torch.arange(16, length - 5)
+    for x in (k, v):
+        x[:, :, body] = x[:, :, body - body % 8]
+    dense = reference_attention(q, k, v, SMALL.replace(attention="standard"))
+    got = parallel_attention(q, k, v, SMALL)
+    assert_close(got[:, 2:, -5:], dense[:, 2:, -5:])
+    # Without the log-mass a slot would weigh as one token: the comparison can fail.
+    unweighted = SMALL.replace(cos_threshold=-2.0, norm_threshold=0.0)  # splits 1 + 7
+    assert_close(parallel_attention(q, k, v, unweighted)[:, 2:, -5:], dense[:, 2:, -5:])
+
+
+# ---------------------------------------------------------------- the pieces
+
+
+def some_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Part], Tensor, Tensor, Tensor]:
+    """Three parts, and the same as one set of keys, values and bias."""
+    g = torch.Generator().manual_seed(2)
+    bias = torch.randn(2, 1, 96, 40, generator=g, dtype=torch.float64)
     bias[:, :, :50, :] = -torch.inf  # these queries see nothing of the second part
-    causal = torch.full((96, 96), -torch.inf, dtype=torch.float64)
+    bias[:, :, 60:, ::3] = -torch.inf
+    causal = torch.full((2, 1, 96, 96), -torch.inf, dtype=torch.float64)
     for i in range(96):
-        causal[i, i // 32 * 32 : i + 1] = 0  # three causal blocks of 32
-    shared = torch.randn(2, 1, 1, 9, dtype=torch.float64)
+        causal[:, :, i, i // 32 * 32 : i + 1] = 0  # three causal blocks of 32
+    shared = torch.randn(2, 1, 1, 9, generator=g, dtype=torch.float64)
+    shared[0, :, :, 4] = -torch.inf
     parts = [
         Part(k, v, blocks=3),
         Part(k[:, :, :40] + 1, v[:, :, :40], bias),
         Part(k[:, :, :9] - 1, v[:, :, :9], shared),
     ]
-    logits = torch.cat(
-        [
-            q @ k.mT / math.sqrt(6) + causal,
-            q @ (k[:, :, :40] + 1).mT / math.sqrt(6) + bias,
-            q @ (k[:, :, :9] - 1).mT / math.sqrt(6) + shared,
-        ],
-        dim=-1,
+    keys, values = (torch.cat([getattr(p, name) for p in parts], 2) for name in ("k", "v"))
+    return parts, keys, values, torch.cat((causal, bias, shared.expand(-1, -1, 96, -1)), -1)
+
+
+def test_parts_are_one_softmax(any_kernel: str) -> None:
+    inputs = [x[:, :2].requires_grad_() for x in qkv(96, batch=2)]
+    parts, keys, values, bias = some_parts(*inputs)
+    want = (inputs[0] @ keys.mT / math.sqrt(6) + bias).softmax(-1) @ values
+    got = attend(inputs[0], parts)
+    assert_close(got, want)
+    for x, y in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
+        assert_close(x, y)
+
+
+def test_a_part_that_one_query_sees_alone(any_kernel: str) -> None:
+    """One part hidden from the first query, the other from the second."""
+    q, k, v = (x[:, :1, :2] for x in qkv(4))
+    hidden = torch.tensor([[[[-torch.inf], [0.0]]]], dtype=torch.float64)
+    parts = [Part(k[:, :, :1], v[:, :, :1], hidden), Part(k[:, :, 1:], v[:, :, 1:], hidden.flip(2))]
+    assert_close(attend(q, parts), v.flip(2))
+
+
+def test_a_mass_stands_for_that_many_tokens(any_kernel: str) -> None:
+    q, k, v = (x[:, :2] for x in qkv(5))
+    times = torch.tensor([1, 3, 1, 8, 200])
+    bias = times.double().log()[None, None, None]
+    repeated = torch.arange(5).repeat_interleave(times)
+    want = (q @ k[:, :, repeated].mT / math.sqrt(6)).softmax(-1) @ v[:, :, repeated]
+    assert_close(attend(q, [Part(k, v, bias)]), want)
+
+
+@pytest.mark.parametrize("past", [0, 1, 63, 64])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_the_local_window_reaches_into_the_past(past: int, length: int) -> None:
+    q, k, v = (x[:, :2] for x in qkv(past + length, batch=2))
+    got = local_attention(
+        q[:, :, past:], k[:, :, past:], v[:, :, past:], k[:, :, :past], v[:, :, :past], SMALL
     )
-    values = torch.cat([v, v[:, :, :40], v[:, :, :9]], dim=2)
-    assert torch.allclose(attend(q, parts), logits.softmax(-1) @ values, atol=1e-12)
+    for t in sorted({past, past + length // 2, past + length - 1}):
+        raw = range(max(0, t - 63), t + 1)
+        for b in range(2):
+            for h in range(2):
+                want = softmax_over(q[b, h, t], [(k[b, h, j], v[b, h, j], 1) for j in raw])
+                assert_close(got[b, h, t - past], want)
 
 
-def test_the_matmul_path_equals_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on devices other than the CPU, forward and backward."""
-    inputs = [x.requires_grad_() for x in qkv(300, batch=2)]
-    weight = torch.randn(inputs[0].shape, dtype=torch.float64)
-
-    def both() -> list[torch.Tensor]:
-        out = parallel_attention(*inputs, SMALL)
-        return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
-
-    fused = both()
-    monkeypatch.setattr("anchormass.attention.kernel", lambda device: "matmul")
-    for got, want in zip(both(), fused, strict=True):
-        assert torch.allclose(got, want, atol=1e-11, rtol=0)
-
-
-def test_merging_identical_tokens_gives_the_dense_output() -> None:
-    """Eight equal tokens in one slot of mass 8 are eight equal tokens."""
-    q, k, v = qkv(16 + 64 * 3 + 5)
-    body = torch.arange(16, 16 + 64 * 3)
-    first_of_eight = body // 8 * 8
-    for x in (k, v):
-        x[:, :, body] = x[:, :, first_of_eight]
-    dense = reference_attention(q, k, v, SMALL.replace(attention="standard"))
-    got = parallel_attention(q, k, v, SMALL)
-    assert torch.allclose(got[:, 2:, -69:], dense[:, 2:, -69:], atol=1e-12)
-
-
-@pytest.mark.parametrize("at", [16, 24, 63, 64, 65, 80, 81, 128, 144])
-def test_no_query_sees_what_comes_after_it(at: int) -> None:
-    q, k, v = qkv(230)
-    before = parallel_attention(q, k, v, SMALL)
-    for x in (q, k, v):
-        x[:, :, at:] = torch.randn_like(x[:, :, at:]) * 3
-    after = parallel_attention(q, k, v, SMALL)
-    assert torch.allclose(after[:, :, :at], before[:, :, :at], atol=1e-14, rtol=0)
-    assert not torch.allclose(after[:, :, at], before[:, :, at])
+@pytest.mark.parametrize("n_past", [3, 200])
+@pytest.mark.parametrize("length", [1, 64, 100, 192])
+def test_hidden_slots_are_hidden(n_past: int, length: int, any_kernel: str) -> None:
+    """A slot of mass 0 changes nothing, whatever its key and value hold."""
+    q, k, v = (x[:, 2:] for x in qkv(length, batch=2))
+    g = torch.Generator().manual_seed(5)
+    shape = (2, 2, n_past, 6)
+    mass = torch.randint(0, 3, (2, n_past), generator=g).double()
+    mass[:, 0] = 1
+    past_k, past_v = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    n_own = length // 64 * SMALL.slots_per_block
+    own_mass = torch.randint(0, 8, (2, n_own), generator=g).double()
+    own_k, own_v = (torch.randn(2, 2, n_own, 6, generator=g, dtype=torch.float64) for _ in range(2))
+    own = Slots(own_k, own_v, own_mass)
+    got = global_attention(q, k, v, Slots(past_k, past_v, mass), own, SMALL)
+    for t in sorted({0, length // 2, length - 1}):
+        for b in range(2):
+            for h in range(2):
+                entries = [(k[b, h, j], v[b, h, j], 1) for j in range(t // 64 * 64, t + 1)]
+                for keys, values, masses, stop in (
+                    (past_k, past_v, mass, n_past),
+                    (own_k, own_v, own_mass, t // 64 * 16),
+                ):
+                    entries += [
+                        (keys[b, h, s], values[b, h, s], int(masses[b, s]))
+                        for s in range(stop)
+                        if masses[b, s] > 0
+                    ]
+                assert_close(got[b, h, t], softmax_over(q[b, h, t], entries))
+    loud = mass == 0
+    past_k[loud[:, None].expand(-1, 2, -1)] = 1e6
+    past_v[loud[:, None].expand(-1, 2, -1)] = 1e6
+    assert torch.equal(global_attention(q, k, v, Slots(past_k, past_v, mass), own, SMALL), got)
 
 
-def test_decode_is_the_last_row() -> None:
+def test_one_query_alone() -> None:
     q, k, v = qkv(50, batch=2)
-    bias = torch.randn(2, 1, 1, 50, dtype=torch.float64)
-    want = ((q[:, :, -1:] @ k.mT) / math.sqrt(6) + bias).softmax(-1) @ v
-    assert torch.allclose(decode_attention(q[:, :, -1:], k, v, bias), want, atol=1e-13)
+    bias = torch.randn(2, 1, 1, 50, generator=torch.Generator().manual_seed(1)).double()
+    bias[:, :, :, ::4] = -torch.inf
+    last = q[:, :, -1:]
+    want = ((last @ k.mT) / math.sqrt(6) + bias).softmax(-1) @ v
+    assert_close(decode_attention(last, k, v, bias), want)
+    free = ((last @ k.mT) / math.sqrt(6)).softmax(-1) @ v
+    assert_close(decode_attention(last, k, v, None), free)
+    half = decode_attention(*(x.bfloat16() for x in (last, k, v)), bias.float())
+    assert half.dtype == torch.bfloat16
+    assert_close(half.double(), want, 5e-2)

@@ -208,9 +208,9 @@ def test_masses_sum_to_eight_exactly(
     v = v * scale
     v[:, :, copies] = v[:, :, :1]
     v[:, :, zeros] = 0
-    out = compress_subgroups(k.to(dtype), v.to(dtype), torch.ones(3, 8))
-    assert torch.equal(out.n_outlier + out.n_background, torch.full((3,), 8.0))
-    assert torch.equal(out.n_outlier, out.fired.float())
+    out = compress_subgroups(k.to(dtype), v.to(dtype), torch.ones(3, 8, dtype=dtype))
+    assert (out.n_outlier + out.n_background).tolist() == [8] * 3
+    assert out.n_outlier.tolist() == out.fired.tolist()
     for x in (out.k_outlier, out.v_outlier, out.k_background, out.v_background):
         assert x.dtype == dtype and x.isfinite().all()
     # Mass times value is conserved too: nothing is lost, nothing counted twice.
@@ -233,13 +233,23 @@ def test_subgroups_do_not_affect_each_other(seed: int, row: int) -> None:
 
 
 def test_the_mean_is_taken_in_float32() -> None:
-    """In bfloat16 arithmetic 256 + 1 is 256, and a sum of seven values drifts."""
+    """In bfloat16 arithmetic 256 + 0.5 is 256: seven of them would be lost."""
     k = torch.zeros(1, 8, 4, dtype=torch.bfloat16)
-    v = torch.ones(1, 8, 4, dtype=torch.bfloat16)
+    v = torch.full((1, 8, 4), 0.5, dtype=torch.bfloat16)
     v[:, 0] = 256
     out = compress_subgroups(k, v, torch.ones(8), norm_threshold=100.0)
     assert not out.fired
-    assert out.v_background.tolist() == [[[32.875] * 4][0]]  # (256 + 7) / 8, exact in bfloat16
+    # 259.5 / 8 = 32.4375, and bfloat16 has steps of 0.25 there.
+    assert out.v_background.tolist() == [[32.5] * 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_the_dtype_of_the_masses_does_not_limit_the_mean(dtype: torch.dtype) -> None:
+    k, v = subgroups((20,), seed=9)
+    out = compress_subgroups(k, v, torch.ones(20, 8, dtype=dtype))
+    exact = compress_subgroups(k, v, ones(k))
+    torch.testing.assert_close(out.v_background, exact.v_background, rtol=0, atol=1e-14)
+    assert torch.equal(out.fired, exact.fired)
 
 
 def test_gradients_reach_every_token_once() -> None:

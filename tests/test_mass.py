@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from anchormass import AnchorMassError, TransformerLM, preset
 from anchormass.attention import reference_attention
 from anchormass.measure import mass
 from anchormass.texts import Text
+from anchormass.viz import mass as viz
 
 CONFIG = preset("anchormass-smoke").replace(width=32, n_heads=4)  # 2 Global heads of 8
 
@@ -117,8 +119,10 @@ def test_a_text_that_ends_with_a_block_keeps_it_open(model: TransformerLM) -> No
     filled = mass.fill(model, some_text(16 + 2 * 64), max_slots=64, chunk_size=64)
     assert len(filled.text.pieces) == 16 + 2 * 64 - 1
     assert filled.views[0].q.shape[1] == 63
-    with pytest.raises(AnchorMassError, match="79 tokens"):
+    with pytest.raises(AnchorMassError, match="80 tokens, one block and none after it"):
         mass.fill(model, some_text(80), max_slots=64, chunk_size=64)
+    with pytest.raises(AnchorMassError, match="contexts=\\[4096\\]"):
+        mass.errors_by_context(model, [some_text(100)], [4096])
 
 
 def test_query_weights_are_one_row_of_the_weights(tight: mass.Filled) -> None:
@@ -166,7 +170,7 @@ def test_identical_tokens_are_exact_only_with_log_mass() -> None:
 
 def test_errors_by_context_end_at_the_same_token(model: TransformerLM) -> None:
     text = some_text(16 + 6 * 64 + 20)
-    table = mass.errors_by_context(model, [text], [128, 256, 4096], chunk_size=64)
+    table = mass.errors_by_context(model, [text], [128, 256, 4096])
     assert sorted(set(table.context)) == [128, 256]  # the text is shorter than the third
     last = Text(text.ids[:, -256:], text.pieces[-256:], "")
     view = mass.fill(model, last, 10_000, 64).views[1]
@@ -178,10 +182,59 @@ def test_errors_by_context_end_at_the_same_token(model: TransformerLM) -> None:
 
 def test_errors_by_budget_pool_the_queries_of_all_texts(model: TransformerLM) -> None:
     passages = [some_text(16 + 4 * 64 + 9), some_text(16 + 4 * 64 + 9, seed=1)]
-    table = mass.errors_by_budget(model, passages, [24, 48], chunk_size=64)
+    fills = {n: [mass.fill(model, text, n, 64) for text in passages] for n in (24, 48)}
+    table = mass.errors_by_budget(fills)
     assert set(table.queries) == {18} and sorted(set(table.budget)) == [24, 48]
-    pooled = torch.cat(
-        [mass.output_errors(mass.fill(model, t, 24, 64).views[0])[mass.WITH] for t in passages]
-    )
+    pooled = torch.cat([mass.output_errors(f.views[0])[mass.WITH] for f in fills[24]])
     mine = table[(table.budget == 24) & (table.layer == 0) & (table.variant == mass.WITH)]
     assert mine["median"].iloc[0] == pytest.approx(np.median(pooled.numpy()))
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_along_draws_every_entry_at_its_mass(tight: mass.Filled, roomy: mass.Filled) -> None:
+    rows = pd.concat([mass.stream(tight).assign(budget=24), mass.stream(roomy).assign(budget=400)])
+    rows = rows[rows.layer == 0]
+    fig = viz.along(rows, "caption")
+    tops = [y + (t.base or 0) if t.type == "bar" else y for t in fig.data for y in t.y]
+    assert sorted(tops) == sorted(rows.mass)
+    assert {t.name for t in fig.data if t.showlegend} == set(rows.state)
+    heaviest = rows[rows.budget == 24].mass.max()
+    assert f"{heaviest:.0f} tokens where there are 24" in fig.layout.title.text.replace("<br>", " ")
+
+
+def test_weights_and_ratios_are_drawn_as_given(tight: mass.Filled) -> None:
+    rows = mass.query_weights(tight, 0, 0, 0)
+    fig = viz.weights(rows)
+    for trace in fig.data[1:]:
+        np.testing.assert_array_equal(trace.x, rows[mass.TRUE])
+        np.testing.assert_array_equal(trace.y, rows[trace.name])
+    share = rows[rows.mass > 1][mass.WITHOUT].sum()
+    assert f"{share:.0%} without" in fig.layout.title.text.replace("<br>", " ")
+
+    table = mass.weight_ratios([tight])
+    fig = viz.ratios(table)
+    first = table[(table.variant == fig.data[0].name) & (table.layer == 0)]
+    np.testing.assert_array_equal(fig.data[0].y, first["median"])
+
+
+@pytest.mark.parametrize("by", ["context", "budget"])
+def test_errors_are_drawn_as_given(tight: mass.Filled, by: str) -> None:
+    fills = {24: [tight], 48: [tight]}
+    table = mass.errors_by_budget(fills).rename(columns={"budget": by})
+    fig = viz.errors(table, by)
+    assert len(fig.data) == 3 * 2  # variants × layers
+    for trace in fig.data[:3]:
+        name = next(n for n in (mass.WITH, mass.WITHOUT, mass.TRUE) if trace.name.startswith(n))
+        mine = table[(table.layer == 0) & (table.variant == name)]
+        np.testing.assert_allclose(trace.y, 100 * mine["median"])
+        assert list(trace.x) == [24, 48]
+
+
+def test_identical_is_drawn_as_given() -> None:
+    table = mass.identical_tokens(CONFIG, [0.0, 0.5], seed=0)
+    fig = viz.identical(table)
+    for trace in fig.data:
+        assert list(trace.x) == ["0", "0.5"]
+        np.testing.assert_array_equal(trace.y, table[table.variant == trace.name]["median"])

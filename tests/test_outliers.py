@@ -12,6 +12,7 @@ import torch
 from anchormass import AnchorMassError, TransformerLM, preset
 from anchormass.measure import outliers
 from anchormass.texts import Text
+from anchormass.viz import outliers as viz
 
 CONFIG = preset("anchormass-smoke").replace(width=32, n_heads=4)  # 2 Global heads of 8
 
@@ -199,3 +200,94 @@ def test_refuses_what_has_no_subgroups(model: TransformerLM) -> None:
         outliers.tokens(model, [some_text(79)])
     with pytest.raises(AnchorMassError, match="standard model has no Global heads"):
         outliers.tokens(TransformerLM(preset("standard-smoke")), [some_text(90)])
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_text_map_shows_every_token_in_its_state(rows: pd.DataFrame) -> None:
+    decided = outliers.decide(rows, rows.least.median(), 2.0)
+    layer = decided[(decided.document == 0) & (decided.layer == 1)]
+    fig = viz.text_map(layer, "caption", first=8, n_tokens=100)
+    drawn = {trace.name: len(trace.x) for trace in fig.data}
+    shown = layer[(layer.position >= 8) & (layer.position < 108)]
+    outlier = (shown.state == "outlier").sum()
+    assert drawn["outlier, its own slot"] == outlier
+    assert drawn["sink, kept raw"] == 8 and drawn["open block, still raw"] == 0
+    assert sum(drawn.values()) == 100
+    waiting = shown.candidate & ~shown.fired.astype(bool)
+    assert drawn["candidate that did not fire"] == waiting.sum() > 0
+    every = layer[layer.candidate].fired.mean()
+    assert 0 < every < 1 and f"{every:.0%} of subgroups" in fig.layout.title.text
+    # No two tokens of a line overlap.
+    at = pd.concat(
+        [pd.DataFrame({"y": t.y, "start": t.base, "width": t.x}) for t in fig.data]
+    ).sort_values(["y", "start"])
+    same_line = at.y.diff() == 0
+    assert (at.start - (at.start + at.width).shift())[same_line].min() > 0
+
+
+def test_text_map_shows_odd_pieces() -> None:
+    rows = pd.DataFrame(
+        {
+            "piece": ["\n", " ", "<0xE3>", "<b>"],
+            "position": range(4),
+            "subgroup": 0.0,
+            "state": "background",
+            "part": "compressed",
+            "candidate": [True, False, False, False],
+            "fired": False,
+            "layer": 0,
+            "similarity": 0.5,
+            "relative_norm": 1.0,
+            "least": 0.5,
+            "largest": 1.0,
+        }
+    )
+    fig = viz.text_map(rows)
+    assert sorted(str(t) for trace in fig.data for t in trace.text) == sorted(
+        ["⏎", "␣", "E3", "&lt;b&gt;"]
+    )
+    assert "0% of subgroups" in fig.layout.title.text
+
+
+def test_thresholds_figure_holds_every_subgroup_and_both_lines(rows: pd.DataFrame) -> None:
+    decided = outliers.decide(outliers.groups(rows), 0.2, 1.3)
+    fig = viz.thresholds(decided, 0.2, 1.3)
+    drawn = sorted((x, y) for trace in fig.data for x, y in zip(trace.x, trace.y, strict=True))
+    assert drawn == sorted(zip(decided.least, decided.largest, strict=True))
+    vertical, horizontal = fig.layout.shapes
+    assert vertical.x0 == 0.2 and horizontal.y0 == 1.3
+    assert f"{decided.fired.mean():.0%} of {len(decided)}" in fig.layout.title.text
+
+
+def test_curves_and_histograms_are_drawn_as_given(rows: pd.DataFrame) -> None:
+    both = pd.concat([rows, outliers.random_tokens(2, 8, 32, 0)])
+    found = outliers.groups(both)
+    curves = outliers.firing(found, [0.0, 0.4, 0.85], 2.0)
+    fig = viz.firing_curves(curves, outliers.selecting_range(found), 0.4)
+    for trace in fig.data:
+        mine = curves[curves.source == trace.name]
+        np.testing.assert_allclose(trace.y, 100 * mine.rate)
+    assert fig.layout.title.text.startswith("At 0.4,")
+
+    table = outliers.histogram(both, bins=8)
+    fig = viz.similarities(table)
+    assert len(fig.data) == 2 * table.source.nunique()
+    np.testing.assert_allclose(fig.data[0].y, 100 * table.share[:8])
+
+
+def test_tables_are_drawn_as_given(
+    model: TransformerLM, passages: list[Text], rows: pd.DataFrame
+) -> None:
+    table = outliers.choices(model, passages, seed=0, random_groups=8)
+    fig = viz.choices(table)
+    for trace, choice in zip(fig.data, outliers.CHOICES, strict=True):
+        np.testing.assert_allclose(trace.x, 100 * table[table.choice == choice]["median"])
+    table = outliers.head_spread(model, passages, seed=0, random_groups=8)
+    fig = viz.head_spread(table)
+    np.testing.assert_allclose(fig.data[0].y, table[table.source == "layer 0"].spread)
+    table = outliers.kinds(outliers.decide(rows.assign(piece="東"), 0.85, 2.0))
+    fig = viz.kinds(table)
+    assert [trace.x[0] for trace in fig.data] == pytest.approx(list(100 * table.share))
+    assert "kanji" in fig.layout.title.text

@@ -376,6 +376,18 @@ def test_headline_breaks_between_words_and_japanese_characters():
     assert figures.headline("short") == "short"
 
 
+def test_long_title_gets_lines_and_room_in_the_picture_only():
+    fig, _ = example_figure()
+    fig.update_layout(title_text="word " * 60)
+    before = fig.to_json()
+    picture = figures._fitted(fig, 960)
+    breaks = picture.layout.title.text.count("<br>")
+    assert breaks > 2
+    assert picture.layout.margin.t == figures.TOP + figures.TITLE_LINE * (breaks - 1)
+    assert fig.to_json() == before
+    assert figures._fitted(fig.update_layout(title_text="a<br>b"), 960) == fig
+
+
 def test_labels_and_colours():
     labels = [figures.context_label(n) for n in (512, 1000, 1024, 131072, 2**20)]
     assert labels == ["512", "1,000", "1K", "128K", "1M"]
@@ -394,12 +406,12 @@ QUESTIONS = {"10_draws": "What & why?", "20_other": "And then?"}
 def test_update_drops_what_a_notebook_no_longer_makes(tmp_path, monkeypatch):
     monkeypatch.setenv("BROWSER_PATH", "none")
     fig, data = example_figure()
-    for name, notebook in [("10_a", "10_draws"), ("10_b", "10_draws"), ("20_c", "20_other")]:
+    for name, notebook in [("20_c", "20_other"), ("10_b", "10_draws"), ("10_a", "10_draws")]:
         figures.save_figure(
             fig, name, tmp_path, title_says="s", notebook=notebook, data=data, provenance=ABOUT
         )
     entries = gallery.update(tmp_path, QUESTIONS, {"10_draws", "20_other"})
-    assert [e["name"] for e in entries] == ["10_a", "10_b", "20_c"]
+    assert [e["name"] for e in entries] == ["10_b", "10_a", "20_c"]
     for name in ("10_a", "10_b", "20_c"):  # as in a fresh clone: committed files only
         (tmp_path / f"{name}.json").unlink()
     (tmp_path / "20_c.png").write_bytes(b"a picture")
@@ -425,6 +437,8 @@ def test_gallery_works_from_disk_without_network(tmp_path, browser, width):
 
     fig, data = example_figure()
     fig.update_layout(width=1500)  # a fixed width must not make the page scroll sideways
+    corner = {"xref": "paper", "x": 0, "yref": "paper", "y": 1, "yanchor": "bottom"}
+    fig.add_annotation(text="A caption<br>of two lines", showarrow=False, **corner)
     save(fig, data, tmp_path, title_says="</script> & <b>not bold</b>")
     gallery.update(tmp_path, QUESTIONS, {"10_draws"})
     requests, problems = [], []
@@ -448,6 +462,7 @@ def test_gallery_works_from_disk_without_network(tmp_path, browser, width):
     assert 0.75 * width < drawn < width
     assert not scrolls
     assert "</script> & <b>not bold</b>" in shown
+    assert "A caption of two lines" in shown
     assert [link.rpartition("/")[2] for link in links] == ["10_example.csv", "10_example.png"]
     for link in links:
         assert (tmp_path / link.rpartition("/")[2]).is_file()
@@ -487,7 +502,7 @@ def test_help_and_version(capsys):
     for command in command_line.COMMANDS:
         with pytest.raises(SystemExit):
             command_line.main([command, "--help"])
-        assert "example" in capsys.readouterr().out
+        assert f"python -m anchormass {command}" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the real notebooks

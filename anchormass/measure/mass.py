@@ -9,7 +9,7 @@ outputs are computed densely, in float64. Layers are numbered from 0, as in `cac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from anchormass.attention import NEG_INF, global_keys
 from anchormass.cache import AnchorMassCache
 from anchormass.config import Config
+from anchormass.errors import AnchorMassError
 from anchormass.measure.outliers import compressed_until
 from anchormass.model import QKV, TransformerLM
 from anchormass.texts import Text
@@ -81,11 +82,14 @@ def fill(model: TransformerLM, text: Text, max_slots: int, chunk_size: int) -> F
         AnchorMassError: a model without Global heads; a text too short to hold one block; a
             budget or a chunk size that cannot work.
     """
+    stop = compressed_until(model, text)
+    if stop == len(text.pieces):
+        if stop == model.config.sinks + model.config.block:
+            raise AnchorMassError(
+                f"the text has {stop} tokens, one block and none after it to ask: give more"
+            )
+        text = Text(text.ids[:, :-1], text.pieces[:-1], text.source)
     ids = text.ids
-    if compressed_until(model, text) == ids.shape[1]:
-        ids = ids[:, :-1]
-        text = Text(ids, text.pieces[:-1], text.source)
-        compressed_until(model, text)
     cache = _Recorder(
         model.config.replace(max_slots=max_slots),
         batch_size=1,
@@ -277,33 +281,33 @@ def _error_rows(fills: Sequence[Filled]) -> pd.DataFrame:
 
 
 def errors_by_context(
-    model: TransformerLM, passages: Sequence[Text], contexts: Iterable[int], chunk_size: int
+    model: TransformerLM, passages: Sequence[Text], contexts: Iterable[int]
 ) -> pd.DataFrame:
     """Output error of stage 1 alone, against the tokens that came before the same queries.
 
-    Every context ends at the same token; one longer than the text is left out.
+    Every context ends at the same token; one longer than the text is left out. In one chunk,
+    with room for all slots: without stage 2 chunks make no difference.
+
+    Raises:
+        AnchorMassError: every text is shorter than every context.
     """
     frames = []
     for context in contexts:
-        no_limit = max(context, model.config.max_slots)
         fills = [
-            fill(model, _last(text, context), no_limit, chunk_size)
+            fill(model, _last(text, context), max(context, model.config.max_slots), context)
             for text in passages
             if len(text.pieces) >= context
         ]
         if fills:
             frames.append(_error_rows(fills).assign(context=context))
+    if not frames:
+        raise AnchorMassError(f"no text is as long as the shortest of contexts={list(contexts)}")
     return pd.concat(frames, ignore_index=True)
 
 
-def errors_by_budget(
-    model: TransformerLM, passages: Sequence[Text], budgets: Iterable[int], chunk_size: int
-) -> pd.DataFrame:
-    """Output error after both stages, against the slots that were allowed."""
-    frames = []
-    for budget in budgets:
-        fills = [fill(model, text, budget, chunk_size) for text in passages]
-        frames.append(_error_rows(fills).assign(budget=budget))
+def errors_by_budget(fills: Mapping[int, Sequence[Filled]]) -> pd.DataFrame:
+    """Output error after both stages, against the slots that were allowed: the keys of `fills`."""
+    frames = [_error_rows(filled).assign(budget=budget) for budget, filled in fills.items()]
     return pd.concat(frames, ignore_index=True)
 
 

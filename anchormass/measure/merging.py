@@ -10,6 +10,7 @@ is enough for a pass, that is unless a chunk brings more slots than can be paire
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from anchormass.policies import slot_energy
 UNREAD = -4  # beside SINK, DROPPED, TAIL in `History.owner`: the token is still to come
 MASS_EDGES = (8, 16, 32, 64)  # most tokens of each class of merged slots; the last is open
 MERGED = ("merged, 2–8", "merged, 9–16", "merged, 17–32", "merged, 33–64", "merged, over 64")
+PROTECTING = ("adaptive", "priority")  # the policies that leave the newest slots alone
 STATES = ("sink", "tail", "outlier alone", "background", *MERGED, "dropped", "unread")
 
 
@@ -32,10 +34,11 @@ STATES = ("sink", "tail", "outlier alone", "background", *MERGED, "dropped", "un
 class History:
     """What a cache held after each chunk: L layers, S snapshots, T tokens.
 
-    `seen [S]`: tokens read. `owner [L, S, T]`: the slot that holds a token, its place in the
-    stream, or a code. `outlier [L, T]`: split off by stage 1. `born [L, T]`: mass of the slot
-    that stage 1 put the token in (1 while raw). `slot_mass`, `energy`: arrays `[N]` by layer
-    and snapshot. `dropped [L, S]`: mass lost so far, in tokens, as the cache counts it.
+    `protected`: newest slots that the policy leaves alone. `seen [S]`: tokens read.
+    `owner [L, S, T]`: the slot that holds a token, its place in the stream, or a code.
+    `outlier [L, T]`: split off by stage 1. `born [L, T]`: mass of the slot that stage 1 put the
+    token in (1 while raw). `slot_mass`, `energy`: arrays `[N]` by layer and snapshot.
+    `dropped [L, S]`: mass lost so far, in tokens, as the cache counts it.
     """
 
     policy: str
@@ -43,6 +46,7 @@ class History:
     chunk_tokens: int
     sinks: int
     subgroup: int
+    protected: int
     seen: np.ndarray
     owner: np.ndarray
     outlier: np.ndarray
@@ -51,9 +55,10 @@ class History:
     energy: list[list[np.ndarray]] = field(repr=False)
     dropped: np.ndarray
 
-    def step_at(self, tokens_read: int) -> int:
-        """The first snapshot with at least `tokens_read` tokens read, else the last."""
-        return min(int(np.searchsorted(self.seen, tokens_read)), len(self.seen) - 1)
+    def step_at(self, read: int | None) -> int:
+        """The first snapshot with at least `read` tokens read, else (and for None) the last."""
+        last = len(self.seen) - 1
+        return last if read is None else min(int(np.searchsorted(self.seen, read)), last)
 
     def mass(self, layer: int) -> np.ndarray:
         """Mass of the slot that holds each token, `[S, T]`: raw 1, dropped or unread 0."""
@@ -110,12 +115,12 @@ def record(
 
     def snapshot(tokens: int) -> None:
         seen.append(tokens)
-        places = np.full((n_layers, total), UNREAD, dtype=np.int16)
+        places = np.full((n_layers, total), UNREAD, dtype=np.int32)
         for layer in range(n_layers):
             places[layer, :tokens] = cache.owner(layer).numpy()
             slots = cache.slots(layer)
-            slot_mass[layer].append(slots.mass[0].double().numpy().copy())
-            energy[layer].append(slot_energy(slots.v, slots.mass)[0].numpy().copy())
+            slot_mass[layer].append(slots.mass[0].double().cpu().numpy().copy())
+            energy[layer].append(slot_energy(slots.v, slots.mass)[0].cpu().numpy())
         owner.append(places)
         dropped.append([float(cache.dropped(layer)[0]) for layer in range(n_layers)])
 
@@ -128,6 +133,7 @@ def record(
         chunk_tokens=chunk_tokens,
         sinks=sinks,
         subgroup=size,
+        protected=cache.config.n_recent if policy in PROTECTING else 0,
         seen=np.array(seen),
         owner=np.stack(owner, axis=1),
         outlier=outlier,
@@ -157,7 +163,7 @@ class Recorder:
 
     def __call__(self, ids: Tensor, policy: str, max_slots: int) -> History:
         """The history of this text under this policy and budget."""
-        key = (ids.numpy().tobytes(), policy, max_slots)
+        key = (ids.cpu().numpy().tobytes(), policy, max_slots)
         if key not in self._known:
             self._known[key] = record(self.model, ids, policy, max_slots, self.chunk_tokens)
         return self._known[key]
@@ -186,7 +192,7 @@ def _runs(history: History, layer: int) -> pd.DataFrame:
         chosen = tokens >= 0
         state, mass = states[:, tokens[chosen]], masses[:, tokens[chosen]]  # [S, G]
         ends = np.ones(state.shape, dtype=bool)
-        ends[:-1] = (state[1:] != state[:-1]) | (mass[1:] != mass[:-1])
+        ends[:-1] = state[1:] != state[:-1]
         begins = np.concatenate((np.ones((1, state.shape[1]), dtype=bool), ends[:-1]))
         group, last = ends.T.nonzero()  # ordered by subgroup, then time, like `begins`
         tables.append(
@@ -223,20 +229,15 @@ def _subgroups(history: History, layer: int) -> tuple[np.ndarray, np.ndarray, np
     return starts, background, np.where(flags.any(1), starts + flags.argmax(1), -1)
 
 
-def tokens(history: History, layer: int, step: int = -1) -> pd.DataFrame:
-    """One row per token read by snapshot `step`.
+def tokens(history: History, layer: int, read: int | None = None) -> pd.DataFrame:
+    """One row per token, once `read` tokens are read (default: all).
 
     Columns: policy, max_slots, position, outlier, state, mass (of its slot, 0 if dropped),
-    merges (passes in which its slot grew), rejoined (the outlier shares its own background's
-    slot, the one stage 1 had kept it out of).
+    merges (passes in which its slot grew), rejoined (an outlier whose first merge was with its
+    own background, from which stage 1 had split it).
     """
-    seen = history.seen[step]
+    step = history.step_at(read)
     owner = history.owner[layer, step]
-    starts, background, outlier = _subgroups(history, layer)
-    together = np.zeros(len(owner), dtype=bool)
-    found = outlier >= 0
-    own = owner[outlier[found]]
-    together[outlier[found]] = (own >= 0) & (own == owner[background[found]])
     table = pd.DataFrame(
         {
             "policy": history.policy,
@@ -246,14 +247,26 @@ def tokens(history: History, layer: int, step: int = -1) -> pd.DataFrame:
             "state": np.array(STATES)[history.states(layer)[step]],
             "mass": history.mass(layer)[step],
             "merges": history.merges(layer)[step],
-            "rejoined": together,
+            "rejoined": _rejoined(history, layer, step),
         }
     )
-    return table[:seen]
+    return table[: history.seen[step]]
+
+
+def _rejoined(history: History, layer: int, step: int) -> np.ndarray:
+    """Outliers whose slot held their own background at the end of the pass that merged it first."""
+    _, background, outlier = _subgroups(history, layer)
+    background, outlier = background[outlier >= 0], outlier[outlier >= 0]
+    owner, mass = history.owner[layer, : step + 1], history.mass(layer)[: step + 1]
+    merged = mass[:, outlier] > 1
+    first = merged.argmax(0)
+    flags = np.zeros(owner.shape[1], dtype=bool)
+    flags[outlier] = merged.any(0) & (owner[first, outlier] == owner[first, background])
+    return flags
 
 
 def by_position(
-    histories: Iterable[History], layer: int, step: int = -1, width: int = 64
+    histories: Iterable[History], layer: int, read: int | None = None, width: int = 64
 ) -> pd.DataFrame:
     """Means over stretches of `width` tokens, sinks and tail left out.
 
@@ -262,7 +275,7 @@ def by_position(
     """
     tables = []
     for history in histories:
-        table = tokens(history, layer, step)
+        table = tokens(history, layer, read)
         table = table[~table["state"].isin(("sink", "tail"))]
         held = table["state"] != "dropped"
         rows = pd.DataFrame(
@@ -283,15 +296,16 @@ def by_position(
     return pd.concat(tables, ignore_index=True)[columns]
 
 
-def shares(histories: Iterable[History], layer: int, step: int = -1) -> pd.DataFrame:
+def shares(histories: Iterable[History], layer: int, read: int | None = None) -> pd.DataFrame:
     """How the tokens read so far are kept: share of each state that occurs.
 
     Columns: policy, max_slots, state, tokens, share.
     """
     tables = []
     for history in histories:
-        read = history.states(layer)[step, : history.seen[step]]
-        counts = np.bincount(read, minlength=len(STATES))
+        step = history.step_at(read)
+        codes = history.states(layer)[step, : history.seen[step]]
+        counts = np.bincount(codes, minlength=len(STATES))
         tables.append(
             pd.DataFrame(
                 {
@@ -307,21 +321,24 @@ def shares(histories: Iterable[History], layer: int, step: int = -1) -> pd.DataF
 
 
 def losses(
-    histories: Iterable[History], layer: int, step: int = -1, edges: Sequence[int] = (8, 16, 32)
+    histories: Iterable[History],
+    layer: int,
+    read: int | None = None,
+    edges: Sequence[int] = (8, 16, 32),
 ) -> pd.DataFrame:
     """What each policy gave up, one row each.
 
     Columns: policy, max_slots, slots (in use), dropped (share of the tokens read), over_8, …
     (share of them in slots of more tokens than that), largest (mass of the heaviest slot),
-    outliers_alone, outliers_rejoined, outliers_dropped (shares of the outliers that stage 1
-    split off), imbalance (largest |held + dropped - read| of any layer and snapshot: 0 if mass is
-    accounted for).
+    outliers_alone, outliers_dropped (shares of the outliers that stage 1 split off), rejoined
+    (share of the merged outliers whose first merge was with their own background), imbalance
+    (largest |held + dropped - read| over layers and snapshots: 0 if no mass is missing).
     """
     rows = []
     for history in histories:
-        table = tokens(history, layer, step)
+        table = tokens(history, layer, read)
         apart = table[table["outlier"]]
-        slots = history.slot_mass[layer][step]
+        slots = history.slot_mass[layer][history.step_at(read)]
         rows.append(
             {
                 "policy": history.policy,
@@ -331,8 +348,8 @@ def losses(
                 **{f"over_{edge}": (table["mass"] > edge).mean() for edge in edges},
                 "largest": slots.max(initial=0),
                 "outliers_alone": (apart["state"] == "outlier alone").mean(),
-                "outliers_rejoined": apart["rejoined"].mean(),
                 "outliers_dropped": (apart["state"] == "dropped").mean(),
+                "rejoined": apart.loc[apart["mass"] > 1, "rejoined"].mean(),
                 "imbalance": imbalance(history),
             }
         )
@@ -350,18 +367,19 @@ def imbalance(history: History) -> float:
     return worst
 
 
-def slots(history: History, layer: int, step: int, pieces: Sequence[str]) -> pd.DataFrame:
-    """The compressed stream at snapshot `step`, one row per slot, oldest first.
+def slots(
+    history: History, layer: int, pieces: Sequence[str], read: int | None = None
+) -> pd.DataFrame:
+    """The compressed stream once `read` tokens are read, one row per slot, oldest first.
 
     Columns: slot (place in the stream), mass, energy, first and last (token positions, -1 for
-    an empty slot), text (its tokens, a gap marked by …), protected (among the newest M_max/4,
-    which `adaptive` and `priority` leave alone).
+    an empty slot), text (its tokens, a gap marked by …), protected (as one of the newest).
     """
-    owner = history.owner[layer, step]
-    mass = history.slot_mass[layer][step]
+    step = history.step_at(read)
+    owner, mass = history.owner[layer, step], history.slot_mass[layer][step]
     order = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[order], np.arange(len(mass) + 1))
-    members = [order[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    members = [order[a:b] for a, b in itertools.pairwise(bounds)]
     return pd.DataFrame(
         {
             "slot": np.arange(len(mass)),
@@ -370,7 +388,7 @@ def slots(history: History, layer: int, step: int, pieces: Sequence[str]) -> pd.
             "first": [int(m[0]) if len(m) else -1 for m in members],
             "last": [int(m[-1]) if len(m) else -1 for m in members],
             "text": [_reading(m, pieces) for m in members],
-            "protected": np.arange(len(mass)) >= len(mass) - history.max_slots // 4,
+            "protected": np.arange(len(mass)) >= len(mass) - history.protected,
         }
     )
 

@@ -16,9 +16,7 @@ def model_of(profile: str) -> TransformerLM:
     Raises:
         AnchorMassError: unknown profile, or no weights shipped for it.
     """
-    return checkpoints.load_pretrained(
-        f"anchormass-{'150m' if profile == 'paper' else profile}"
-    )
+    return checkpoints.load_pretrained(f"anchormass-{'150m' if profile == 'paper' else profile}")
 
 
 def passages(profile: str, n_texts: int, n_tokens: int) -> list[Text]:
@@ -46,6 +44,6 @@ def caption(model: TransformerLM, found: Sequence[Text]) -> str:
     trained = f"trained on {tokens:,} tokens" if tokens else "untrained, random weights"
     source = found[0].source
     if len(found) > 1:
-        source = f"{len(found)} × {source.partition(', token')[0]}"
+        source = f"{len(found)} passages of {source.partition(', token')[0]}"
     size = f"{model.n_parameters() / 1e6:.1f} M parameters"
     return f"AnchorMass, {size}, {trained} · {source}"

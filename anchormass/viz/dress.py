@@ -1,7 +1,7 @@
 """Title and caption of a figure, whatever their length.
 
-Notable: room above the plot is counted in lines, because plotly's own `automargin` cuts off the
-first line of a title of two, and its subtitle pushes a long title off the picture.
+Notable: room above the plot is counted in lines, since plotly leaves none for a second one; the
+caption is an annotation of that name, which the gallery sets as text of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import plotly.graph_objects as go
 
 from anchormass import figures
 
-_LINE, _SMALL_LINE = 22, 16  # heights of a line of title and of caption, pixels
-
 
 def dressed(
     fig: go.Figure, title: str, caption: str, headings: bool = False, **layout: Any
@@ -22,6 +20,7 @@ def dressed(
     title, caption = figures.headline(title), figures.headline(caption, size=13)
     lift = 26 if headings else 4
     fig.add_annotation(
+        name="caption",
         text=caption,
         x=0,
         xref="paper",
@@ -34,6 +33,7 @@ def dressed(
         showarrow=False,
         font={"size": 12, "color": "#555555"},
     )
-    top = 54 + _LINE * title.count("<br>") + _SMALL_LINE * (caption.count("<br>") + 1) + lift
+    top = 54 + lift + figures.TITLE_LINE * title.count("<br>")
+    top += figures.CAPTION_LINE * (1 + caption.count("<br>"))
     fig.update_layout(template="anchormass", margin_t=top)
     return fig.update_layout(title={"text": title, "automargin": False, "pad": {"t": 28}}, **layout)

@@ -31,6 +31,15 @@ def _short(text: str, most: int = 40) -> str:
     return html.escape(text if len(text) <= most else text[: most - 1] + "…")
 
 
+def _labels(rows: pd.DataFrame) -> list[str]:
+    """What each entry of `stream` is, for hovering."""
+    columns = (rows.state, rows.mass, rows["first"], rows["last"], rows.text)
+    return [
+        f"{state} of mass {mass:.0f}, positions {first} … {last}<br>{_short(text)}"
+        for state, mass, first, last, text in zip(*columns, strict=True)
+    ]
+
+
 def _powers(low: float, high: float) -> dict[str, Any]:
     """Ticks of a log axis at powers of two (an upper bound of about ten)."""
     first, last = int(np.floor(np.log2(low))), int(np.ceil(np.log2(high)))
@@ -64,11 +73,8 @@ def along(rows: pd.DataFrame, caption: str = "") -> go.Figure:
                 "legendgroup": state,
                 "showlegend": state not in named,
                 "x": (part["first"] + part["last"]) / 2,
-                "customdata": [
-                    [_short(r.text), r.first, r.last, r.mass] for r in part.itertuples()
-                ],
-                "hovertemplate": "mass %{customdata[3]}, positions %{customdata[1]} … "
-                f"%{{customdata[2]}}<br>%{{customdata[0]}}<extra>{state}</extra>",
+                "hovertext": _labels(part),
+                "hovertemplate": "%{hovertext}<extra></extra>",
             }
             named.add(state)
             place = {"row": row, "col": 1}
@@ -90,8 +96,8 @@ def along(rows: pd.DataFrame, caption: str = "") -> go.Figure:
                 )
     slots = rows[~rows.state.isin(["sink", "tail"])]
     most = slots.groupby("budget").mass.max()
-    title = f"Layer {rows.layer.iloc[0]}: " + "; ".join(
-        f"with {counts[b]} slots the heaviest holds {most[b]:.0f} tokens" for b in budgets
+    title = f"Layer {rows.layer.iloc[0]}: the heaviest slot holds " + ", ".join(
+        f"{most[b]:.0f} tokens where there are {counts[b]}" for b in budgets
     )
     fig.update_yaxes(title_text="mass (tokens)", **_powers(1, rows.mass.max()))
     fig.update_yaxes(range=[np.log10(0.5), np.log10(1.3 * rows.mass.max())])
@@ -119,9 +125,8 @@ def weights(rows: pd.DataFrame, caption: str = "") -> go.Figure:
             mode="markers",
             x=rows[TRUE],
             y=rows[name],
-            customdata=[[r.state, r.mass, _short(r.text)] for r in rows.itertuples()],
-            hovertemplate="%{customdata[0]} of mass %{customdata[1]}: %{customdata[2]}"
-            + "<br>true %{x:.2e}, here %{y:.2e}",
+            hovertext=_labels(rows),
+            hovertemplate="%{hovertext}<br>true %{x:.2e}, here %{y:.2e}",
             marker=_LOOK[name] | {"size": 5 + 3 * np.log2(rows.mass), "opacity": 0.55},
         )
     merged = rows[rows.mass > 1]
@@ -168,8 +173,8 @@ def ratios(table: pd.DataFrame, caption: str = "") -> go.Figure:
     heaviest = table[table.mass == table.mass.max()].masses.iloc[0]
     middle = table[table.masses == heaviest].groupby("variant")["median"].median()
     title = (
-        f"Slots of {heaviest} tokens get {middle[WITH]:.2f} × their due with log n, "
-        f"{middle[WITHOUT]:.2f} × without"
+        f"Slots of {heaviest} tokens get {middle[WITH]:.2g} × their due with log n, "
+        f"{middle[WITHOUT]:.2g} × without"
     )
     fig.update_xaxes(title_text="mean mass of the slots (tokens)", **_powers(1, table.mass.max()))
     fig.update_yaxes(

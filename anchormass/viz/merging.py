@@ -17,6 +17,7 @@ from plotly.subplots import make_subplots
 
 from anchormass import figures
 from anchormass.measure.merging import MERGED
+from anchormass.viz.dress import dressed
 
 # A row for each state in the house's colours; merged slots darken with their mass.
 _MERGED_GREENS = ("#C5EBDD", "#6CCBAA", figures.GREEN, "#006A4D", "#00301F")
@@ -35,16 +36,19 @@ POLICY_LINES = {
     "priority": {"color": figures.PURPLE, "width": 2, "dash": "dot"},
     "fifo": {"color": figures.BLACK, "width": 2, "dash": "longdash"},
 }
+_LEGEND = 110  # pixels below the panels for axis title and a legend of two lines
+_MOMENTS = 20  # most columns of a map's panel: more than that is not seen, but is stored
 _OTHER_LINE = {"color": figures.GREY, "width": 2}  # a policy that someone registered
 
 
-def slot_map(runs: pd.DataFrame, note: str = "") -> go.Figure:
+def slot_map(runs: pd.DataFrame, caption: str = "") -> go.Figure:
     """Slot-by-time map from `subgroup_runs`: position × tokens read, colour = state.
 
     A column per policy; above, what holds each subgroup's background, below, its outlier.
     """
     policies, parts = list(runs["policy"].unique()), ("background", "outlier")
-    times, starts = np.unique(runs["until"]), np.unique(runs["position"])
+    times, starts = np.unique(runs[["since", "until"]]), np.unique(runs["position"])
+    times = times[:: min(-1, -len(times) // _MOMENTS)][::-1]  # the last one stays
     fig = make_subplots(
         rows=2,
         cols=len(policies),
@@ -58,7 +62,7 @@ def slot_map(runs: pd.DataFrame, note: str = "") -> go.Figure:
         codes = np.zeros((len(starts), len(times)), dtype=np.int8)  # 0: nothing there, white
         rows = np.searchsorted(starts, table["position"])
         since = np.searchsorted(times, table["since"])
-        steps = np.searchsorted(times, table["until"]) - since + 1
+        steps = np.searchsorted(times, table["until"], side="right") - since
         # Every run as its cells: the columns of a run count up from its first.
         ends = steps.cumsum()
         columns = np.arange(ends[-1]) - np.repeat(ends - steps - since, steps)
@@ -79,12 +83,13 @@ def slot_map(runs: pd.DataFrame, note: str = "") -> go.Figure:
             row=parts.index(part) + 1,
             col=policies.index(policy) + 1,
         )
-    _state_legend(fig, [s for s in COLOURS if s in set(runs["state"])])
+    _state_legend(fig, _present(runs))
     fig.update_xaxes(title_text="tokens read", row=2)
+    fig.update_xaxes(nticks=4)
     fig.update_yaxes(autorange="reversed")
     for row, part in enumerate(parts, start=1):
         fig.update_yaxes(title_text=f"position, {part}s (token)", row=row, col=1)
-    return _dressed(fig, _map_title(runs), note, width=1250, height=820, lift=26)
+    return dressed(fig, _map_title(runs), caption, True, height=820, margin_b=_LEGEND)
 
 
 def _map_title(runs: pd.DataFrame) -> str:
@@ -96,12 +101,12 @@ def _map_title(runs: pd.DataFrame) -> str:
     losers = ", ".join(f"{policy} {share:.0%}" for policy, share in gone.items() if share > 0)
     kept = ", ".join(f"{policy} {share:.0%}" for policy, share in alone.items())
     return (
-        f"Of what stage 1 made, {_budget(runs)} slots have lost: {losers or 'nothing'}; "
+        f"Stage-1 slots lost with a budget of {_budget(runs)}: {losers or 'none'}; "
         f"outliers that still stand alone: {kept}"
     )
 
 
-def mass_by_position(table: pd.DataFrame, note: str = "") -> go.Figure:
+def mass_by_position(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """Mean mass of the slot that holds a token, by position, and the share dropped."""
     fig = _by_position(table, "mass", "mean mass of the slot (tokens)")
     _log2_axis(fig, table["mass"].max())
@@ -111,10 +116,10 @@ def mass_by_position(table: pd.DataFrame, note: str = "") -> go.Figure:
         f"In {_budget(table)} slots, a token of the oldest quarter that is still held shares its "
         f"slot with: {heaviest} tokens (mean mass)"
     )
-    return _dressed(fig, title, note, width=1100, height=640)
+    return dressed(fig, title, caption, height=620, margin_b=90)
 
 
-def merges_by_position(table: pd.DataFrame, note: str = "") -> go.Figure:
+def merges_by_position(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """How many merges a token's slot went through, by position, and the share dropped."""
     fig = _by_position(table, "merges", "merges survived (mean)")
     means = _oldest_mean(table, "merges")
@@ -123,7 +128,7 @@ def merges_by_position(table: pd.DataFrame, note: str = "") -> go.Figure:
         f"In {_budget(table)} slots, merges survived by the tokens of the oldest quarter that are "
         f"still held: {counts}"
     )
-    return _dressed(fig, title, note, width=1100, height=640)
+    return dressed(fig, title, caption, height=620, margin_b=90)
 
 
 def _by_position(table: pd.DataFrame, column: str, label: str) -> go.Figure:
@@ -141,7 +146,7 @@ def _by_position(table: pd.DataFrame, column: str, label: str) -> go.Figure:
                     showlegend=row == 1,
                     mode="lines",
                     line=POLICY_LINES.get(str(policy), _OTHER_LINE) | {"shape": "hvh"},
-                    hovertemplate=f"{policy}, tokens around %{{x:.0f}}: %{{y{unit}}}<extra></extra>",
+                    hovertemplate=f"{policy}, around %{{x:.0f}}: %{{y{unit}}}<extra></extra>",
                 ),
                 row=row,
                 col=1,
@@ -162,7 +167,7 @@ def _oldest_mean(table: pd.DataFrame, column: str) -> pd.Series:
     return mean[total > 0]
 
 
-def shares(table: pd.DataFrame, note: str = "") -> go.Figure:
+def shares(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """How the tokens are kept at the end: stacked shares, a panel per budget."""
     budgets = list(table["max_slots"].unique())
     policies = list(table["policy"].unique())
@@ -173,7 +178,7 @@ def shares(table: pd.DataFrame, note: str = "") -> go.Figure:
         subplot_titles=[f"{budget} slots" for budget in budgets],
         vertical_spacing=0.09,
     )
-    for state in (s for s in COLOURS if s in set(table["state"])):
+    for state in _present(table):
         for row, budget in enumerate(budgets, start=1):
             rows = table[(table["state"] == state) & (table["max_slots"] == budget)]
             fig.add_trace(
@@ -189,13 +194,13 @@ def shares(table: pd.DataFrame, note: str = "") -> go.Figure:
                 row=row,
                 col=1,
             )
-    _state_legend(fig, [s for s in COLOURS if s in set(table["state"])])
+    _state_legend(fig, _present(table))
     fig.update_layout(barmode="stack", bargap=0.25, legend_traceorder="normal")
     fig.update_yaxes(categoryorder="array", categoryarray=policies[::-1])
     fig.update_xaxes(range=[0, 1], tickformat=".0%")
     fig.update_xaxes(title_text="share of the tokens read", row=len(budgets))
-    height = 260 + 140 * len(budgets)
-    return _dressed(fig, _shares_title(table), note, width=1100, height=height, lift=26)
+    height = 280 + 140 * len(budgets)
+    return dressed(fig, _shares_title(table), caption, True, height=height, margin_b=_LEGEND)
 
 
 def _shares_title(table: pd.DataFrame) -> str:
@@ -211,16 +216,15 @@ def _shares_title(table: pd.DataFrame) -> str:
     )
 
 
-def slot_bars(table: pd.DataFrame, note: str = "") -> go.Figure:
+def slot_bars(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """The compressed stream in order: height = mass, colour = energy, hover = the text held."""
+    hover = table.assign(energy=table["energy"].round(3), text=_boxes(list(table["text"])))
     fig = go.Figure(
         go.Bar(
             x=table["slot"],
             y=table["mass"],
             width=1,
-            customdata=np.column_stack(
-                (table["first"], table["last"], table["energy"].round(3), _boxes(table["text"]))
-            ),
+            customdata=hover[["first", "last", "energy", "text"]].to_numpy(),
             marker={
                 "color": table["energy"],
                 "colorscale": "Viridis",
@@ -257,7 +261,7 @@ def slot_bars(table: pd.DataFrame, note: str = "") -> go.Figure:
         if len(table)
         else "No block is complete yet: there is no slot"
     )
-    return _dressed(fig, title, note, width=1200, height=560)
+    return dressed(fig, title, caption, height=520)
 
 
 def _name_slots(fig: go.Figure, table: pd.DataFrame) -> None:
@@ -265,13 +269,12 @@ def _name_slots(fig: go.Figure, table: pd.DataFrame) -> None:
     if not len(table):
         return
     alone = table[table["mass"] == 1]
-    chosen = {int(table["mass"].idxmax()): "heaviest slot"}
+    chosen = [("heaviest slot", 40, table.iloc[int(table["mass"].to_numpy().argmax())])]
     if len(alone):
-        chosen.setdefault(int(alone.index[0]), "oldest token alone")
-    for lift, (index, what) in zip((40, 90), chosen.items(), strict=False):
-        row = table.loc[index]
+        chosen.append(("oldest token alone", 90, alone.iloc[0]))
+    for what, lift, row in chosen:
         text = str(row["text"]).replace("\n", " ")
-        text = text if len(text) <= 36 else f"{text[:22]} … {text[-12:]}"
+        text = text if len(text) <= 16 else f"{text[:8]} … {text[-6:]}"
         left = row["slot"] < len(table) / 2
         fig.add_annotation(
             x=row["slot"],
@@ -304,6 +307,12 @@ def _steps(colours: Sequence[str]) -> list[tuple[float, str]]:
     return [(edge / n, c) for i, c in enumerate(colours) for edge in (i, i + 1)]
 
 
+def _present(table: pd.DataFrame) -> list[str]:
+    """The states that occur, in the order of the legend."""
+    found = set(table["state"].unique())
+    return [state for state in COLOURS if state in found]
+
+
 def _state_legend(fig: go.Figure, states: Sequence[str]) -> None:
     """Legend entries for the colours of `states`, without data of their own."""
     for state in states:
@@ -321,37 +330,3 @@ def _log2_axis(fig: go.Figure, largest: float) -> None:
 
 def _budget(table: pd.DataFrame) -> str:
     return ", ".join(f"{budget:,}" for budget in table["max_slots"].unique())
-
-
-def _dressed(
-    fig: go.Figure, title: str, note: str, width: int, height: int, lift: int = 4
-) -> go.Figure:
-    """Title and a size; the caption goes `lift` pixels above the plot (more above its headings).
-
-    Neither plotly's subtitle nor a title that hangs from the picture's top: with two lines both
-    push the first one off the picture. So the title stands on the plot, the caption between.
-    """
-    fig.add_annotation(
-        text=note,
-        x=0,
-        y=1,
-        xref="paper",
-        yref="paper",
-        xanchor="left",
-        yanchor="bottom",
-        yshift=lift,
-        showarrow=False,
-        font={"size": 12, "color": "#555555"},
-    )
-    return fig.update_layout(
-        template="anchormass",
-        title={
-            "text": figures.headline(title, width),
-            "yref": "paper",
-            "y": 1,
-            "yanchor": "bottom",
-            "pad": {"b": 26 + lift},
-        },
-        width=width,
-        height=height,
-    )

@@ -24,6 +24,7 @@ ARTICLE_COS, ARTICLE_NORM = 0.85, 2.0
 
 _LINE = 124  # widths of a Latin letter in one line of text
 _TEXT_SIZE = 13
+_HOVER = ["position", "similarity", "relative_norm", "least", "largest"]
 _STATES = {
     "sink": ("sink, kept raw", GREY, "white"),
     "background": ("background, averaged", "#D6ECF8", "#222222"),
@@ -46,13 +47,18 @@ _CHOICES = {
 }
 
 
-def layer_colours(sources: Sequence[str]) -> dict[str, str]:
-    """One colour a source: layers run from dark to light, what is random is grey."""
+def _lines(sources: Sequence[str]) -> dict[str, dict[str, str]]:
+    """One line a source: layers run from dark to light, random values are dotted or dashed."""
     layers = [s for s in sources if not s.startswith("random")]
-    shades = sample_colorscale(
-        "Cividis", [0.9 * i / max(len(layers) - 1, 1) for i in range(len(layers))]
-    )
-    return dict(zip(layers, shades, strict=True)) | {s: GREY for s in sources if s not in layers}
+    steps = [0.9 * i / max(len(layers) - 1, 1) for i in range(len(layers))]
+    found = {
+        source: {"color": shade, "dash": "solid"}
+        for source, shade in zip(layers, sample_colorscale("Cividis", steps), strict=True)
+    }
+    random = [s for s in sources if s not in layers]
+    for i, source in enumerate(random):
+        found[source] = {"color": (GREY, BLACK)[i % 2], "dash": ("dot", "dashdot")[i % 2]}
+    return found
 
 
 def _percent(share: float) -> str:
@@ -64,7 +70,7 @@ def _percent(share: float) -> str:
 
 
 def text_map(
-    rows: pd.DataFrame, caption: str = "", first: int = 0, n_tokens: int = 336
+    rows: pd.DataFrame, caption: str = "", first: int = 0, n_tokens: int = 208
 ) -> go.Figure:
     """A text with each token coloured by what stage 1 makes of it.
 
@@ -87,12 +93,11 @@ def text_map(
             base=part.start,
             y=part.line,
             text=part.label,
-            customdata=part[["position", "similarity", "relative_norm", "least", "largest"]].round(
-                3
-            ),
-            hovertemplate="%{text} · position %{customdata[0]}<br>"
-            + "cosine to the subgroup's mean %{customdata[1]}, relative norm %{customdata[2]}"
-            + "<br>subgroup: least cosine %{customdata[3]}, largest norm %{customdata[4]}"
+            customdata=part[_HOVER].to_numpy(dtype="float32"),
+            hovertemplate="%{text} · position %{customdata[0]:.0f}<br>"
+            + "cosine to the subgroup's mean %{customdata[1]:.3f}, relative norm "
+            + "%{customdata[2]:.3f}<br>subgroup: least cosine %{customdata[3]:.3f}, largest norm "
+            + "%{customdata[4]:.3f}"
             + "<extra></extra>",
             marker={"color": colour, "line": {"width": 0}},
             textposition="inside",
@@ -162,19 +167,23 @@ def thresholds(
             mode="markers",
             x=part.least,
             y=part.largest,
-            customdata=[
-                [html.escape(piece.replace("\n", "⏎")), html.escape(text.replace("\n", "⏎"))]
+            hovertext=[
+                html.escape(f"“{piece}” in “{text}”".replace("\n", "⏎"))
                 for piece, text in zip(part.piece, part.text, strict=True)
             ],
-            hovertemplate="“%{customdata[0]}” in “%{customdata[1]}”"
-            + "<br>least cosine %{x:.3f}, largest norm %{y:.3f}<extra></extra>",
+            hovertemplate="%{hovertext}<br>least cosine %{x:.3f}, "
+            + "largest norm %{y:.3f}<extra></extra>",
             marker={"color": colour, "symbol": symbol, "size": 6, "opacity": 0.7},
             showlegend=True,
         )
     fig.add_vline(
         cos_threshold,
         line={"color": BLACK, "width": 1.5},
-        annotation={"text": f"cosine below {cos_threshold:g} fires", "textangle": -90},
+        annotation={
+            "text": f"cosine below {cos_threshold:g} fires",
+            "textangle": -90,
+            "bgcolor": "white",
+        },
         annotation_position="top left",
     )
     fig.add_hline(
@@ -202,10 +211,9 @@ def similarities(histogram: pd.DataFrame, caption: str = "") -> go.Figure:
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.12,
         subplot_titles=("all tokens", "the least similar of each eight: the candidate"),
     )  # fmt: skip
-    colours = layer_colours(list(histogram.source.unique()))
+    lines = _lines(list(histogram.source.unique()))
     for row, which in enumerate(("all tokens", "least of eight"), start=1):
         for source, part in histogram[histogram.which == which].groupby("source", sort=False):
-            random = str(source).startswith("random")
             fig.add_scatter(
                 name=str(source),
                 legendgroup=str(source),
@@ -213,21 +221,16 @@ def similarities(histogram: pd.DataFrame, caption: str = "") -> go.Figure:
                 x=part.similarity,
                 y=100 * part.share,
                 mode="lines",
-                line={
-                    "color": colours[str(source)],
-                    "shape": "hvh",
-                    "dash": "dot" if random else "solid",
-                },
-                fill="tozeroy" if random else None,
+                line=lines[str(source)] | {"shape": "hvh"},
                 row=row,
                 col=1,
             )
         for x, label in ((ORTHOGONAL, "1/√8"), (ARTICLE_COS, "article: 0.85")):
             fig.add_vline(x, line={"color": BLACK, "dash": "dash", "width": 1}, row=row, col=1)
-            if row == 1:
+            if row == 2:  # where the random peaks leave room
                 fig.add_annotation(
-                    x=x, y=1, yref="y domain", text=label, showarrow=False,
-                    xanchor="center", yanchor="bottom", row=1, col=1,
+                    x=x, y=1, yref="y2 domain", text=label, showarrow=False,
+                    xanchor="left", yanchor="top", xshift=3, row=2, col=1,
                 )  # fmt: skip
     middle = histogram[histogram.which == "all tokens"].drop_duplicates("source")
     real = middle[~middle.source.str.startswith("random")]["median"]
@@ -254,23 +257,17 @@ def firing_curves(
     `curves` from `firing`, with one norm threshold; `selecting` from `selecting_range`.
     """
     fig = go.Figure()
-    colours = layer_colours(list(curves.source.unique()))
+    lines = _lines(list(curves.source.unique()))
     for source, part in curves.groupby("source", sort=False):
-        random = str(source).startswith("random")
         fig.add_scatter(
             name=str(source),
             x=part.cos_threshold,
             y=100 * part.rate,
             mode="lines",
-            line={
-                "color": colours[str(source)],
-                "width": 2.5,
-                "dash": "dot" if random else "solid",
-            },
+            line=lines[str(source)] | {"width": 2.5},
         )
     fig.add_vline(ORTHOGONAL, line={"color": BLACK, "dash": "dot", "width": 1})
     fig.add_annotation(x=ORTHOGONAL, y=4, text="1/√8", showarrow=False, xanchor="left", xshift=4)
-    at_article = curves[(curves.cos_threshold - ARTICLE_COS).abs() < 1e-9]
     fig.add_vline(ARTICLE_COS, line={"color": BLACK, "dash": "dash", "width": 1})
     fig.add_annotation(
         x=ARTICLE_COS, y=4, text="article: 0.85", showarrow=False, xanchor="right", xshift=-4
@@ -278,17 +275,18 @@ def firing_curves(
     if cos_threshold != ARTICLE_COS:
         fig.add_vline(cos_threshold, line={"color": VERMILION, "width": 2})
     layers = selecting[~selecting.source.str.startswith("random")]
-    fires = at_article[~at_article.source.str.startswith("random")].rate.min()
+    nearest = (curves.cos_threshold - cos_threshold).abs()
+    at = curves[(nearest == nearest.min()) & ~curves.source.str.startswith("random")].rate
+    among = _percent(at.min())
+    if at.max() > at.min():
+        among += f" (least) to {_percent(at.max())} (most)"
     title = (
-        f"At 0.85 {_percent(fires)} of subgroups fire in every layer; "
-        f"choosing begins below {layers.high.max():.2f}"
-    ) if fires > 0.95 else (
-        f"At 0.85 as few as {_percent(fires)} of subgroups fire in a layer; "
-        f"choosing begins below {layers.high.max():.2f}"
-    )  # fmt: skip
+        f"At {cos_threshold:g}, {among} of a layer's subgroups fire; "
+        f"a cosine threshold begins to choose below {layers.high.max():.2f}"
+    )
     norm = curves.norm_threshold.iloc[0]
-    lowest = min(curves[curves.rate > curves.rate.min()].cos_threshold.min(), ORTHOGONAL)
-    fig.update_xaxes(title_text="cosine threshold", range=[lowest - 0.05, 1.0])
+    lowest = min(float(selecting.low.min()), ORTHOGONAL)
+    fig.update_xaxes(title_text="cosine threshold", range=[lowest - 0.15, 1.0])
     fig.update_yaxes(
         title_text=f"subgroups that fire (%), norm threshold {norm:g}", range=[-2, 104]
     )
@@ -301,7 +299,7 @@ def firing_curves(
 def kinds(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """Share of each kind of token that stage 1 splits off, per layer, with 95 % intervals."""
     layers = sorted(table.layer.unique())
-    colours = layer_colours([f"layer {i}" for i in layers])
+    lines = _lines([f"layer {i}" for i in layers])
     order = [k for k in KINDS if k in set(table.kind)]
     fig = go.Figure()
     for i, layer in enumerate(layers):
@@ -320,7 +318,7 @@ def kinds(table: pd.DataFrame, caption: str = "") -> go.Figure:
             },
             customdata=part[["kind", "outliers", "tokens"]],
             hovertemplate="%{customdata[0]}: %{customdata[1]} of %{customdata[2]} tokens",
-            marker={"color": colours[f"layer {layer}"], "size": 8},
+            marker={"color": lines[f"layer {layer}"]["color"], "size": 8},
         )
     base = table.outliers.sum() / table.tokens.sum()
     fig.add_vline(100 * base, line={"color": BLACK, "dash": "dash", "width": 1})
@@ -346,9 +344,9 @@ def kinds(table: pd.DataFrame, caption: str = "") -> go.Figure:
 def head_spread(table: pd.DataFrame, caption: str = "") -> go.Figure:
     """How averaging over heads narrows similarities, beside what independent heads would do."""
     fig = go.Figure()
-    colours = layer_colours(list(table.source.unique()))
+    lines = _lines(list(table.source.unique()))
     for source, part in table.groupby("source", sort=False):
-        line = {"color": colours[str(source)], "width": 2}
+        line = lines[str(source)] | {"dash": "solid", "width": 2}
         fig.add_scatter(
             name=str(source), x=part.heads, y=part.spread, mode="lines+markers", line=line,
             marker={"size": 9},
