@@ -8,7 +8,6 @@ what the article's formula counts, and reports what is allocated beyond them as 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from anchormass.compress import Slots
 from anchormass.config import Config
 from anchormass.errors import AnchorMassError
 from anchormass.memory import Memory, check_layout
-from anchormass.paths import atomic_path
 from anchormass.stream import AnchorMassLayer, StandardLayer
+from anchormass.tensorfile import read_tensors, write_tensors
 
 SINK, DROPPED, TAIL = -1, -2, -3  # codes beside slot numbers in `AnchorMassCache.owner`
 CACHE_SETTINGS = ("policy", "max_slots", "recent_slots", "compact")  # may differ from the model's
-_FORMAT = "anchormass-cache-1"
+_KIND = "anchormass-cache-1"
 
 
 class Cache:
@@ -97,12 +96,8 @@ class Cache:
         return copy.deepcopy(self)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, atomically. `load_cache` brings it back, bit for bit."""
-        from safetensors.torch import save_file
-
-        self.trim()
+        """Write a file, atomically; `load_cache` brings the cache back, bit for bit."""
         header = {
-            "format": _FORMAT,
             "config": self.config.to_dict(),
             "batch_size": self.batch_size,
             "session_length": self.session_length,
@@ -113,10 +108,7 @@ class Cache:
             "seen": self.seen,
             "layers": [layer.state() for layer in self.layers],
         }
-        everything = self.tensors() | self._by_layer("tracked")
-        tensors = {name: t.contiguous() for name, t in everything.items()}
-        with atomic_path(path) as temporary:
-            save_file(tensors, temporary, {"anchormass": json.dumps(header)})
+        write_tensors(path, self.tensors() | self._by_layer("tracked"), header, _KIND)
 
     def trim(self) -> None:
         """Release reserved rows. In a batch of one the cache then holds the formula's bytes."""
@@ -269,17 +261,9 @@ def load_cache(path: str | Path, device: str | torch.device = "cpu") -> Cache:
     Raises:
         AnchorMassError: the file is missing, truncated, corrupt, or no cache of this version.
     """
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise AnchorMassError(f"no cache file at {path}")
+    tensors, header = read_tensors(path, _KIND)
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            header = json.loads((file.metadata() or {}).get("anchormass", "{}"))
-            if header.get("format") != _FORMAT:
-                raise AnchorMassError(f"{path} is not a cache of this version ({_FORMAT})")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         cache = make_cache(
             Config.from_dict(header["config"]),
             batch_size=header["batch_size"],
@@ -294,8 +278,6 @@ def load_cache(path: str | Path, device: str | torch.device = "cpu") -> Cache:
         for i, (layer, state) in enumerate(zip(cache.layers, header["layers"], strict=True)):
             mine = {n.removeprefix(f"{i}."): t for n, t in tensors.items() if n.startswith(f"{i}.")}
             layer.restore(mine, state)
-    except AnchorMassError:
-        raise
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise AnchorMassError(f"{path} is truncated or corrupt: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise AnchorMassError(f"{path} does not hold a whole cache: {error}") from None
     return cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +11,11 @@ from torch import Tensor
 from anchormass.config import Config, preset
 from anchormass.errors import AnchorMassError
 from anchormass.model import TransformerLM
-from anchormass.paths import DATA, atomic_path
+from anchormass.paths import DATA
+from anchormass.tensorfile import read_tensors, write_tensors
 
 CHECKPOINTS = DATA / "checkpoints"
-_FORMAT = "anchormass-checkpoint-1"
-
-
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Write tensors and a JSON header as one safetensors file, atomically."""
-    from safetensors.torch import save_file
-
-    with atomic_path(path) as temporary:
-        metadata = {"anchormass": json.dumps({"format": _FORMAT} | header)}
-        save_file({k: t.detach().contiguous() for k, t in tensors.items()}, temporary, metadata)
-
-
-def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of `write_tensors`.
-
-    Raises:
-        AnchorMassError: the file is missing, truncated, corrupt, or no checkpoint.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(path)
-    if not path.is_file():
-        raise AnchorMassError(f"no checkpoint at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("anchormass", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise AnchorMassError(f"{path} is truncated or corrupt: {error}") from None
-    if header.get("format") != _FORMAT:
-        raise AnchorMassError(f"{path} is not a checkpoint of this version ({_FORMAT})")
-    return tensors, header
+KIND = "anchormass-checkpoint-1"
 
 
 def save_model(
@@ -54,7 +23,7 @@ def save_model(
 ) -> None:
     """Write weights in `dtype` with the configuration and `info` (how they were trained)."""
     tensors = {name: t.to(dtype) for name, t in model.state_dict().items()}
-    write_tensors(path, tensors, {"config": model.config.to_dict(), "info": info})
+    write_tensors(path, tensors, {"config": model.config.to_dict(), "info": info}, KIND)
 
 
 def load_model(
@@ -65,7 +34,7 @@ def load_model(
     Raises:
         AnchorMassError: the file cannot be read, or its tensors do not fit its configuration.
     """
-    tensors, header = read_tensors(path)
+    tensors, header = read_tensors(path, KIND)
     if "config" not in header:
         raise AnchorMassError(f"{path} holds a training state, not a model")
     model = TransformerLM(Config.from_dict(header["config"]))

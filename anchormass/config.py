@@ -14,6 +14,18 @@ from anchormass.errors import AnchorMassError
 from anchormass.policies import get_policy
 
 ATTENTIONS = ("standard", "anchormass")
+_COUNTS = (
+    "vocab_size",
+    "n_layers",
+    "width",
+    "ffn_width",
+    "n_heads",
+    "rope_context",
+    "block",
+    "subgroup",
+    "sinks",
+    "max_slots",
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +76,18 @@ class Config:
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise AnchorMassError(f"attention={self.attention!r}: choose one of {ATTENTIONS}")
-        for name in ("vocab_size", "n_layers", "width", "ffn_width", "n_heads", "rope_context"):
-            if getattr(self, name) < 1:
-                raise AnchorMassError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("block", "subgroup", "sinks", "max_slots"):
-            if getattr(self, name) < 1:
-                raise AnchorMassError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise AnchorMassError(f"{name}={value!r}: must be a whole number of at least 1")
+        for name in ("local_heads", "recent_slots"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise AnchorMassError(f"{name}={value!r}: must be a whole number or None")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise AnchorMassError(f"{name}={getattr(self, name)}: must be a positive number")
+        get_policy(self.policy)
         if self.width % self.n_heads or (self.width // self.n_heads) % 2:
             raise AnchorMassError(
                 f"width={self.width} over n_heads={self.n_heads}: the head size must be a whole "
@@ -84,6 +102,9 @@ class Config:
             )
         if self.attention == "anchormass":
             self._check_anchormass()
+        else:  # nothing to split or protect: two equal Standard models compare equal
+            object.__setattr__(self, "local_heads", None)
+            object.__setattr__(self, "recent_slots", None)
 
     def _check_anchormass(self) -> None:
         if self.local_heads is None:
@@ -105,7 +126,6 @@ class Config:
                 f"max_slots={self.max_slots} is not more than the {self.recent_slots} protected "
                 "recent slots; raise max_slots or lower recent_slots"
             )
-        get_policy(self.policy)
 
     @property
     def head_dim(self) -> int:

@@ -52,13 +52,15 @@ def generate(
     """
     if max_new_tokens < 1:
         raise AnchorMassError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    if temperature < 0:
-        raise AnchorMassError(f"temperature={temperature}: must not be negative")
+    if not 0 <= temperature < float("inf"):
+        raise AnchorMassError(f"temperature={temperature}: must be 0 or a positive number")
     if not 0 < top_p <= 1:
         raise AnchorMassError(f"top_p={top_p}: must be above 0 and at most 1")
     if ids.dim() == 2 and cache is None:
         longest = max(lengths) if lengths else ids.shape[1]
-        cache = model.new_cache(ids.shape[0], session_length or max(longest, 1))
+        cache = model.new_cache(
+            ids.shape[0], max(longest, 1) if session_length is None else session_length
+        )
     if cache is None:
         raise AnchorMassError(f"ids {list(ids.shape)}: expected [B, T]")
     generator = torch.Generator(device=ids.device).manual_seed(seed)
@@ -83,7 +85,9 @@ def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
     """One token per row from logits `[B, V]` -> `[B]`."""
     if temperature == 0:
         return logits.argmax(-1)
-    p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest becomes 0 first, so that a tiny temperature cannot overflow.
+    p = ((wide - wide.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p < 1:
         ordered, order = p.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered

@@ -179,7 +179,7 @@ class TransformerLM(nn.Module):
         """Final hidden states `[B, T, W]` of the parallel form; `lm_head` makes logits of them."""
         self._check_ids(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        cos, sin = self._positions(positions, session_length or ids.shape[1])
+        cos, sin = self._positions(positions, _session(session_length, ids))
         return self._run(ids, cos, sin, lambda i, q, k, v: parallel_attention(q, k, v, self.config))
 
     def forward(self, ids: Tensor, session_length: int | None = None) -> Tensor:
@@ -208,7 +208,7 @@ class TransformerLM(nn.Module):
             return parallel_attention(q, k, v, self.config)
 
         positions = torch.arange(ids.shape[1], device=ids.device)
-        self._run(ids, *self._positions(positions, session_length or ids.shape[1]), attend)
+        self._run(ids, *self._positions(positions, _session(session_length, ids)), attend)
         return found
 
     # ------------------------------------------------------------ streaming form
@@ -349,9 +349,9 @@ class TransformerLM(nn.Module):
     # ------------------------------------------------------------ checks
 
     def _check_ids(self, ids: Tensor) -> None:
-        if ids.dim() != 2 or ids.is_floating_point():
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise AnchorMassError(
-                f"ids {list(ids.shape)} {ids.dtype}: expected whole numbers of shape [B, T]"
+                f"ids {list(ids.shape)} {ids.dtype}: expected int64 or int32 of shape [B, T]"
             )
         if ids.numel() == 0:
             raise AnchorMassError(f"ids {list(ids.shape)}: the prompt is empty")
@@ -375,3 +375,12 @@ class TransformerLM(nn.Module):
                 f"{cache.session_length} tokens; start a new cache"
             )
         cache.filled_by = self
+
+
+def _session(session_length: int | None, ids: Tensor) -> int:
+    """S of Dynamic NTK: as given, else the length of `ids`."""
+    if session_length is None:
+        return ids.shape[1]
+    if session_length < 1:
+        raise AnchorMassError(f"session_length={session_length}: must be at least 1")
+    return session_length

@@ -187,6 +187,8 @@ class AnchorMassLayer:
 
     def trim(self, seen: list[int]) -> None:
         """Shrink the stream's buffers to the longest row, and the local ring before it fills."""
+        if self.k.shape[2] < self.sinks:
+            return  # trimmed already
         self._resize(max(self._tail_length(n) for n in seen), max(self.count))
         held = min(max(seen), self.block)
         if held < self.local_k.shape[2]:

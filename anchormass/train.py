@@ -26,13 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anchormass import corpus, tokenizer
-from anchormass.checkpoints import load_weights, read_tensors, save_model, write_tensors
+from anchormass.checkpoints import KIND, load_weights, save_model
 from anchormass.config import ATTENTIONS, preset
 from anchormass.errors import AnchorMassError
 from anchormass.generate import generate
 from anchormass.model import TransformerLM
 from anchormass.paths import ROOT, atomic_path
 from anchormass.provenance import provenance
+from anchormass.tensorfile import read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,14 @@ def save_state(
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
-    write_tensors(path, tensors, header)
+    write_tensors(path, tensors, header, KIND)
 
 
 def load_state(
     path: Path, model: TransformerLM, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """The inverse of `save_state`; returns the header."""
-    tensors, header = read_tensors(path)
+    tensors, header = read_tensors(path, KIND)
     weights = {n[6:]: t for n, t in tensors.items() if n.startswith("model.")}
     load_weights(model, weights, path)
     for name, parameter in model.named_parameters():

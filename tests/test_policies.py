@@ -11,6 +11,7 @@ import importlib
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -382,7 +383,7 @@ def test_the_chosen_pairs_of_uniform_merge_are_evenly_spaced() -> None:
             _, moved, _ = reduce_slots(random_stream(n, seed=n), "uniform_merge", budget, 0)
             left = [i for i in range(n - 1) if moved[0, i] == moved[0, i + 1]]
             assert len(left) == n - budget and all(i % 2 == 0 for i in left)
-            gaps = [b // 2 - a // 2 for a, b in zip(left, left[1:], strict=False)]
+            gaps = [b // 2 - a // 2 for a, b in pairwise(left)]
             # The ends too: what lies before the first and after the last is half a gap.
             assert not gaps or max(gaps) - min(gaps) <= 1
             ends = (left[0] // 2, n // 2 - 1 - left[-1] // 2)
