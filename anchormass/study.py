@@ -70,15 +70,30 @@ def _prepare_corpus(profile: str) -> str:
 
     if profile == "smoke":
         return "none needed"
-    if corpus.available():
-        return f"{corpus.DEFAULT}, built"
-    if profile == "paper":
+    if profile == "paper" and not corpus.available():
         return "not built: run `python -m anchormass data build --source hub`"
-    try:
-        corpus.build()
-    except (AnchorMassError, OSError) as error:
-        return f"not built ({error}); a notebook that needs it will say so"
-    return f"{corpus.DEFAULT}, built now"
+    built = "built"
+    if not corpus.available():
+        try:
+            corpus.build()
+        except (AnchorMassError, OSError) as error:
+            return f"not built, so the notebooks use the short sample text ({error})"
+        built = "built now"
+    return f"{corpus.DEFAULT}, {built}{_other_text(corpus.sidecar()['corpus_sha256'])}"
+
+
+def _other_text(corpus_hash: str) -> str:
+    """Says so where the shipped models were trained on another version of the text."""
+    from anchormass import checkpoints
+
+    path = checkpoints.CHECKPOINTS / "anchormass-mini.safetensors"
+    trained_on = checkpoints.load_model(path)[1]["corpus_sha256"] if path.is_file() else corpus_hash
+    if trained_on == corpus_hash:
+        return ""
+    return (
+        f", of other versions (hash {corpus_hash[:12]}) than the shipped models were trained on "
+        f"({trained_on[:12]}): held-out text here may have been training text there"
+    )
 
 
 # (label, step): a step takes the profile and says in a few words what it found or did.

@@ -30,12 +30,13 @@ _NAMES = {"standard": "Standard", "anchormass": "AnchorMass"}
 _LAYOUTS = {PLAIN: "", "shared-mass": ", our layout", "article": ", article's layout"}
 _DASHES = {PLAIN: "solid", "shared-mass": "solid", "article": "dot"}
 _SEEN_AS = {
-    "local": "Local: raw, in the window",
-    "sink": "Global: raw sink",
-    "tail": "Global: raw, in its own block",
-    "outlier": "Global: outlier, a slot of its own",
-    "background": "Global: in the mean of its subgroup",
+    "local": "raw, in the window",
+    "sink": "raw, a sink",
+    "tail": "raw, in the query's own block",
+    "outlier": "outlier, a slot of its own",
+    "background": "in the mean of its subgroup (shades tell slots apart)",
 }
+_OTHER_SHADE = "#9FD4F3"  # of every second background slot
 
 
 def _digits(x: float) -> str:
@@ -120,12 +121,9 @@ def visibility(table: pd.DataFrame, query: int, caption: str = "") -> go.Figure:
     length = int(table["query"].max()) + 1
     query = min(query, length - 1)
     states = list(_SEEN_AS)
-    colours = [STATE_COLOURS[s] for s in states]
-    scale = [
-        (edge / len(states), colour)
-        for i, colour in enumerate(colours)
-        for edge in (i, i + 1)
-    ]  # fmt: skip
+    colours = [*(STATE_COLOURS[s] for s in states), _OTHER_SHADE]
+    n = len(colours)
+    scale = [(edge / n, colour) for i, colour in enumerate(colours) for edge in (i, i + 1)]
     fig = make_subplots(
         rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.03,
         subplot_titles=["a Local head", "a Global head"],
@@ -133,12 +131,14 @@ def visibility(table: pd.DataFrame, query: int, caption: str = "") -> go.Figure:
     for column, head in enumerate(("Local", "Global"), start=1):
         part = table[table["head"] == head]
         codes = np.full((length, length), np.nan)
-        codes[part["query"], part.token] = part.state.map(states.index)
-        text = np.full((length, length), "not seen", dtype=object)
+        # Slots are numbered after the tokens, two to a subgroup.
+        other = (part.state == "background") & ((part.entry - length) // 2 % 2 == 1)
+        codes[part["query"], part.token] = part.state.map(states.index) + other
+        text = np.full((length, length), "", dtype=object)
         text[part["query"], part.token] = _hovers(part)
         fig.add_heatmap(
             z=codes, text=text, hovertemplate="%{text}<extra></extra>", hoverongaps=False,
-            colorscale=scale, zmin=-0.5, zmax=len(states) - 0.5, showscale=False,
+            colorscale=scale, zmin=-0.5, zmax=n - 0.5, showscale=False,
             xgap=1, ygap=1, row=1, col=column,
         )  # fmt: skip
         fig.add_hrect(
