@@ -37,9 +37,9 @@ def load_model(
     tensors, header = read_tensors(path, KIND)
     if "config" not in header:
         raise AnchorMassError(f"{path} holds a training state, not a model")
-    model = TransformerLM(Config.from_dict(header["config"]))
+    model = TransformerLM(Config.from_dict(header["config"])).to(dtype)
     load_weights(model, tensors, path)
-    return model.to(dtype).eval(), header.get("info", {})
+    return model.eval(), header.get("info", {})
 
 
 def load_weights(model: TransformerLM, tensors: dict[str, Tensor], source: str | Path) -> None:

@@ -87,7 +87,8 @@ def pick(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
         return logits.argmax(-1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # The largest becomes 0 first, so that a tiny temperature cannot overflow.
-    p = ((wide - wide.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    divisor = max(temperature, torch.finfo(wide.dtype).tiny)
+    p = ((wide - wide.amax(-1, keepdim=True)) / divisor).softmax(-1)
     if top_p < 1:
         ordered, order = p.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -227,7 +228,7 @@ def test_calculator_refuses_what_no_model_can_have() -> None:
 # ---------------------------------------------------------------- figures
 
 
-def plain_title(fig) -> str:
+def plain_title(fig: go.Figure) -> str:
     return fig.layout.title.text.replace("<br>", " ")
 
 
@@ -239,7 +240,7 @@ def test_sizes_are_drawn_as_given() -> None:
     hollow = [t for t in fig.data if t.marker.symbol == "circle-open" and t.x[0]]
     assert sum(len(t.x) for t in hollow) == 14
     assert plain_title(fig) == (
-        "At 4K tokens Standard's cache takes 168 MiB, AnchorMass's 23.3 MiB: 7 × less"
+        "At 4K tokens Standard's cache takes 168 MiB, AnchorMass's 23.4 MiB: 7 × less"
     )
 
 

@@ -188,12 +188,12 @@ def visibility(model: TransformerLM, text: Text, layer: int) -> pd.DataFrame:
     local = visible_local(length, config, k.device)
     bias = global_keys(k, v, config)[2][0, 0]  # [T, T + N]
     slot, alone = _slots_of_tokens(k, v, config)
-    behind = length + slot.clamp_min(0)  # the slot that may stand for each token
+    token = torch.arange(length)
+    behind = torch.where(slot < 0, token, length + slot)  # what may stand for each token
 
     seen = bias > NEG_INF
     raw = seen[:, :length]
     through = seen[:, behind] & (slot >= 0)
-    token = torch.arange(length)
     frames = []
     for head, mask, state, entry in (
         ("Local", local, np.full(length, "local"), token),
