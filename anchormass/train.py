@@ -163,7 +163,10 @@ def train(
     save_every: float = 120.0,
     validate_every: int = 250,
 ) -> Path:
-    """Train stage 1 and write `out/model.safetensors` (bf16 weights), `state…` and `log.jsonl`.
+    """Train stage 1 into the folder `out`.
+
+    It then holds `model.safetensors` (bf16 weights), `result.json` (losses),
+    `state.safetensors` (to resume) and `log.jsonl` (a line a step).
 
     Args:
         attention: `"standard"` or `"anchormass"`.
@@ -270,6 +273,11 @@ def train(
         "provenance": provenance(profile, seed, f"train --stage 1 --model {attention}"),
     }
     save_model(out / "model.safetensors", model, info, torch.bfloat16)
+    logged = [json.loads(x) for x in log.read_text(encoding="utf-8").splitlines()[1:]]
+    curve = [{k: x[k] for k in ("tokens", "val_loss")} for x in logged if "val_loss" in x]
+    with atomic_path(out / "result.json") as temporary:
+        result = {"model": run["model"]} | info | {"validation": curve}
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return out / "model.safetensors"
 
 

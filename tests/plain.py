@@ -67,10 +67,8 @@ class PlainModel:
             name = f"layers.{i}"
             h = self.norm(x, f"{name}.input_layernorm")
             q, k, v = (
-                (self.weights[f"{name}.self_attn.{p}_proj.weight"] @ h).view(
-                    self.config.n_heads, -1
-                )
-                for p in "qkv"
+                (self.weights[f"{name}.self_attn.{part}_proj.weight"] @ h).view(heads, -1)
+                for part in "qkv"
             )
             position = len(state.raw)
             state.raw.append((self.rotate(k, position), v))

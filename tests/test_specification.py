@@ -175,30 +175,3 @@ def test_standard_keeps_every_token(sharp: Model, tokens: Tokens) -> None:
         got = model.decode(ids[:, t], cache)
         for b in range(2):
             assert_close(got[b], rows[b].absorb([int(ids[b, t])])[0])
-
-
-# ---------------------------------------------------------------- merging that loses nothing
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "score_merge", "uniform_merge"])
-def test_merging_identical_tokens_gives_the_dense_output(sharp: Model, policy: str) -> None:
-    """However often equal tokens are merged, the slot weighs as all of them: log n is exact.
-
-    The cache's first layer is driven with keys and values of our own: sinks and tail at random,
-    every token between them the same.
-    """
-    model = sharp(**SMALL | {"policy": policy, "cos_threshold": 0.9, "norm_threshold": 9.0})
-    config, cache = model.config, model.new_cache()
-    length = config.sinks + 40 * config.block + 5
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 4, length, 4, generator=g, dtype=torch.float64) for _ in range(3))
-    for x in (k, v):
-        x[:, :, config.sinks : -5] = x[:, :, config.sinks, None]
-    for start in range(0, length, 50):
-        n = len(range(start, min(start + 50, length)))
-        part = slice(start, start + n)
-        out = cache.prefill(0, q[:, :, part], k[:, :, part], v[:, :, part], [n])
-        cache.advance([n])
-    assert max(cache.slot_mass(0)[0].tolist()) >= 32
-    logits = q[0, 2:, -1:] @ k[0, 2:].mT / 4**0.5
-    assert_close(out[0, 2:, -1:], logits.softmax(-1) @ v[0, 2:])

@@ -31,11 +31,11 @@ out_dir: str = "figures"
 DRAW = """import pandas as pd
 import plotly.graph_objects as go
 from anchormass import figures
-from anchormass.provenance import provenance
+about = {"profile": profile, "seed": seed, "device": "cpu", "commit": "none", "command": "none"}
 data = pd.DataFrame({"x": [1, 2, 3], "y": [2.0, 0.5, 1.0]})
 fig = go.Figure(go.Scatter(x=data.x, y=data.y)).update_layout(title_text="It falls")
 figures.save_figure(fig, "10_falls", out_dir, title_says="Down & up <again>.",
-                    notebook="10_draws", data=data, provenance=provenance(profile, seed))
+                    notebook="10_draws", data=data, provenance=about)
 fig"""
 TINY = {
     "10_draws": ["import sys; print(sys.executable, profile, seed, interactive)", DRAW],

@@ -144,6 +144,9 @@ def test_a_signal_saves_first(small_corpus: str, tmp_path: Path) -> None:
     run(out, small_corpus, resume=True)
     model, info = load_model(out / "model.safetensors")
     assert info["tokens"] == 6 * 2 * 96 and model.config == preset("anchormass-smoke")
+    result = json.loads((out / "result.json").read_text())
+    assert [x["tokens"] for x in result["validation"]] == [3 * 192, 6 * 192]
+    assert result["hash"] == info["hash"] and result["provenance"] == info["provenance"]
 
 
 def test_refuses_what_would_spoil_a_run(small_corpus: str, tmp_path: Path) -> None:
