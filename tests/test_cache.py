@@ -236,8 +236,7 @@ def check_books(cache: Cache, model: TransformerLM) -> None:
             assert tokens.tolist() == slots[row].tolist()
             # Slots hold runs of the stream in order: a later token is never in an earlier
             # subgroup's slot (an outlier's slot stands before its own subgroup's background).
-            starts = placed[: len(placed)]
-            assert len(starts) < 16 or (starts[8:] >= starts[:-8] - 1).all()
+            assert len(placed) < 16 or (placed[8:] >= placed[:-8] - 1).all()
 
 
 # ---------------------------------------------------------------- equal to the specification
@@ -606,7 +605,6 @@ def refuse(path: Path) -> None:
 
 def test_missing_empty_and_foreign_files_are_refused(saved: Path) -> None:
     refuse(saved.with_name("nowhere.cache"))
-    refuse(saved.parent / saved.parent.name) if False else None
     folder = saved.with_name("folder.cache")
     folder.mkdir()
     refuse(folder)

@@ -137,8 +137,10 @@ def test_a_file_of_something_else_is_refused() -> None:
         Config.from_dict({**good, "colour": "red"})
     with pytest.raises(AnchorMassError, match="width"):
         Config.from_dict({key: value for key, value in good.items() if key != "width"})
-    with pytest.raises(AnchorMassError, match="configuration"):
+    with pytest.raises(AnchorMassError, match="'wide'"):
         Config.from_dict({**good, "width": "wide"})
+    with pytest.raises(AnchorMassError, match="configuration"):
+        Config.from_dict({**good, "rope_theta": "large"})
     with pytest.raises(AnchorMassError, match="'best'"):
         Config.from_dict({**good, "policy": "best"})
 
@@ -180,7 +182,14 @@ def test_an_unknown_preset_is_refused(name: str) -> None:
         ({"local_heads": -1}, "local_heads=-1"),
         ({"max_slots": 16, "recent_slots": 16}, "max_slots=16 is not more than the 16"),
         ({"max_slots": 16, "recent_slots": 99}, "max_slots=16 is not more than the 99"),
-        ({"recent_slots": -1}, "-1 protected"),
+        ({"recent_slots": -1}, "recent_slots=-1"),
+        ({"recent_slots": 2.5}, "recent_slots=2.5"),
+        ({"max_slots": 64.5}, "max_slots=64.5"),
+        ({"vocab_size": "9"}, "vocab_size='9'"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"norm_eps": -1e-6}, "norm_eps=-1e-06"),
+        ({"attention": "standard", "policy": "h2o"}, "'h2o'"),
         ({"policy": "h2o"}, "'h2o'"),
     ],
 )

@@ -89,6 +89,9 @@ def test_sizes_join_formula_measurement_and_article() -> None:
     assert mib["article", "anchormass", "article", 4096] == 36
     for model, layout in size.KINDS:
         assert mib["measured", model, layout, 1024] == mib["formula", model, layout, 1024]
+    assert size.mismatch(table) == 0
+    wrong = table.assign(mib=table.mib.where(table.kind != "measured", table.mib * 1.5))
+    assert size.mismatch(wrong) == pytest.approx(0.5)
 
 
 # ---------------------------------------------------------------- the head split

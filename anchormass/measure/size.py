@@ -70,6 +70,14 @@ def sizes(contexts: Sequence[int], measured: Iterable[int], seed: int) -> pd.Dat
     return pd.concat(frames, ignore_index=True)
 
 
+def mismatch(table: pd.DataFrame) -> float:
+    """Largest relative difference between measured and formula in a table of `sizes`."""
+    by_kind = table.pivot_table("mib", ["model", "layout", "context"], "kind").dropna(
+        subset=["formula", "measured"]
+    )
+    return float((by_kind["measured"] / by_kind["formula"] - 1).abs().max())
+
+
 def article_sizes() -> pd.DataFrame:
     """The article's KV-cache sizes (its table 1), in the columns of `sizes`."""
     table = pd.read_csv(ARTICLE).query("quantity == 'kv_cache'")
