@@ -201,7 +201,9 @@ def test_along_draws_every_entry_at_its_mass(tight: mass.Filled, roomy: mass.Fil
     assert sorted(tops) == sorted(rows.mass)
     assert {t.name for t in fig.data if t.showlegend} == set(rows.state)
     heaviest = rows[rows.budget == 24].mass.max()
-    assert f"{heaviest:.0f} tokens where there are 24" in fig.layout.title.text.replace("<br>", " ")
+    assert f"{heaviest:.0f} tokens in the heaviest of 24 slots" in fig.layout.title.text.replace(
+        "<br>", " "
+    )
 
 
 def test_weights_and_ratios_are_drawn_as_given(tight: mass.Filled) -> None:

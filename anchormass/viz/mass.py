@@ -43,7 +43,8 @@ def _labels(rows: pd.DataFrame) -> list[str]:
 def _powers(low: float, high: float) -> dict[str, Any]:
     """Ticks of a log axis at powers of two (an upper bound of about ten)."""
     first, last = int(np.floor(np.log2(low))), int(np.ceil(np.log2(high)))
-    values = [2.0**i for i in range(first, last + 1, max(1, (last - first) // 8))]
+    step = max(1, (last - first) // 8)
+    values = [2.0**i for i in range(first - first % step, last + 1, step)]  # 1 among them
     text = [f"{v:g}" if v >= 1 else f"1/{1 / v:g}" for v in values]
     return {"type": "log", "tickvals": values, "ticktext": text}
 
@@ -96,8 +97,8 @@ def along(rows: pd.DataFrame, caption: str = "") -> go.Figure:
                 )
     slots = rows[~rows.state.isin(["sink", "tail"])]
     most = slots.groupby("budget").mass.max()
-    title = f"Layer {rows.layer.iloc[0]}: the heaviest slot holds " + ", ".join(
-        f"{most[b]:.0f} tokens where there are {counts[b]}" for b in budgets
+    title = f"Layer {rows.layer.iloc[0]}: " + ", ".join(
+        f"{most[b]:.0f} tokens in the heaviest of {counts[b]} slots" for b in budgets
     )
     fig.update_yaxes(title_text="mass (tokens)", **_powers(1, rows.mass.max()))
     fig.update_yaxes(range=[np.log10(0.5), np.log10(1.3 * rows.mass.max())])

@@ -109,8 +109,8 @@ def text_map(
     lines = int(shown.line.max()) + 1
     compressed = rows[rows.part == "compressed"]
     fired = _percent(compressed[compressed.candidate].fired.mean())
-    outliers = shown[shown.state == "outlier"].label.value_counts().head(3).index
-    most = ", ".join(f"“{label}”" for label in outliers)
+    counts = shown[shown.state == "outlier"].label.value_counts()
+    most = ", ".join(f"“{label}”" for label in counts[counts > 1].index[:3])
     title = f"Layer {rows.layer.iloc[0]}: {fired} of subgroups split off a token" + (
         f", here most often {most}" if most else ""
     )
@@ -183,6 +183,7 @@ def thresholds(
             "text": f"cosine below {cos_threshold:g} fires",
             "textangle": -90,
             "bgcolor": "white",
+            "xshift": -4,
         },
         annotation_position="top left",
     )
