@@ -43,4 +43,4 @@ data: $(STAMP) ## fetch and build the training text
 
 clean: ## remove what was built (.venv and the download cache stay)
 	rm -rf build figures/index.html figures/plotly.min.js .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find figures -name '*.json' ! -name manifest.json -delete
+	[ ! -d figures ] || find figures -name '*.json' ! -name manifest.json -delete

@@ -346,9 +346,11 @@ def global_attention(
     pad = (0, 0, 0, blocks * c - length)
     q, k, v = F.pad(q, pad), F.pad(k, pad), F.pad(v, pad)
     parts = [Part(k, v, blocks=blocks)]
+    # A cache may hold values in a wider dtype than the model's.
+    past, own = (Slots(x.k.to(q.dtype), x.v.to(q.dtype), x.mass) for x in (past, own))
     past_bias = past.mass.log()[:, None, None]  # [B, 1, 1, P]
     if blocks == 1 or own.mass.shape[1] == 0:
-        parts.append(Part(past.k.to(q.dtype), past.v.to(q.dtype), past_bias))
+        parts.append(Part(past.k, past.v, past_bias))
         return attend(q, parts)[:, :, :length]
 
     block_of_query = torch.arange(blocks * c, device=q.device) // c
@@ -361,7 +363,7 @@ def global_attention(
             Part(torch.cat((past.k, own.k), dim=2), torch.cat((past.v, own.v), dim=2), both)
         )
     else:
-        parts.append(Part(past.k.to(q.dtype), past.v.to(q.dtype), past_bias))
+        parts.append(Part(past.k, past.v, past_bias))
         parts.append(Part(own.k, own.v, own_bias))
     return attend(q, parts)[:, :, :length]
 

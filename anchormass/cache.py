@@ -41,11 +41,12 @@ class Cache:
         track_positions: bool,
         model: str = "",
     ) -> None:
-        if batch_size < 1:
-            raise AnchorMassError(f"batch_size={batch_size}: must be at least 1")
-        if session_length < 1:
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise AnchorMassError(f"batch_size={batch_size}: must be a whole number, at least 1")
+        if not isinstance(session_length, int) or session_length < 1:
             raise AnchorMassError(
-                f"session_length={session_length}: must be at least 1 (the prompt's length)"
+                f"session_length={session_length}: must be a whole number, at least 1 "
+                "(the prompt's length)"
             )
         self.config = config
         self.batch_size = batch_size
@@ -115,7 +116,7 @@ class Cache:
         for layer in self.layers:
             layer.trim(self.seen)
 
-    def check_model(self, config: Config, fingerprint: str) -> None:
+    def check_model(self, config: Config, fingerprint: str, dtype: torch.dtype) -> None:
         """Raise AnchorMassError unless this cache belongs to that model."""
         mine = self.config.to_dict()
         other = [k for k, v in config.to_dict().items() if v != mine[k] and k not in CACHE_SETTINGS]
@@ -123,6 +124,10 @@ class Cache:
             raise AnchorMassError(
                 f"this cache was made for a model with another {', '.join(other)}; "
                 "use model.new_cache() of the model at hand"
+            )
+        if dtype != self.dtype:
+            raise AnchorMassError(
+                f"this cache is {self.dtype}, the model {dtype}; use model.new_cache() of the model"
             )
         if fingerprint != self.model:
             raise AnchorMassError(

@@ -76,10 +76,13 @@ def load_pretrained(name: str, dtype: torch.dtype = torch.float32) -> Transforme
         model.training_info = {"stage": "none", "tokens": 0, "note": "random weights, seed 0"}
         return model
     if not path.is_file():
+        train = (
+            f"train them with `python -m anchormass train --model {config.attention} "
+            "--profile mini`, or "
+        )
         raise AnchorMassError(
-            f"no trained weights for {name}: train them with "
-            f"`python -m anchormass train --stage 1 --model {config.attention} "
-            f"--profile {name.partition('-')[2]}`, or load a file with load_model"
+            f"no trained weights for {name} in {path.parent.name}/: "
+            f"{train if name.endswith('-mini') else ''}give a file of your own to load_model"
         )
     model, info = load_model(path, dtype)
     model.training_info = info

@@ -87,6 +87,9 @@ class Config:
         for name in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise AnchorMassError(f"{name}={getattr(self, name)}: must be a positive number")
+        for name in ("cos_threshold", "norm_threshold"):
+            if getattr(self, name) != getattr(self, name):
+                raise AnchorMassError(f"{name}=nan: must be a number")
         get_policy(self.policy)
         if self.width % self.n_heads or (self.width // self.n_heads) % 2:
             raise AnchorMassError(

@@ -50,8 +50,10 @@ def generate(
     Raises:
         AnchorMassError: values out of range, or what `prefill` refuses.
     """
-    if max_new_tokens < 1:
-        raise AnchorMassError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise AnchorMassError(
+            f"max_new_tokens={max_new_tokens}: must be a whole number, at least 1"
+        )
     if not 0 <= temperature < float("inf"):
         raise AnchorMassError(f"temperature={temperature}: must be 0 or a positive number")
     if not 0 < top_p <= 1:

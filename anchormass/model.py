@@ -269,7 +269,8 @@ class TransformerLM(nn.Module):
         Above the slot budget the result depends on `chunk_size`: stage 2 runs once a chunk.
 
         Args:
-            ids: int64 `[B, T]`; rows shorter than T are padded on the right, with any id.
+            ids: int64 `[B, T]`; rows shorter than T are padded on the right, with any
+                id of the vocabulary.
             cache: of this model; may already hold tokens.
             chunk_size: tokens per chunk.
             lengths: tokens of each row, 1 … T; default T.
@@ -288,10 +289,10 @@ class TransformerLM(nn.Module):
         batch, total = ids.shape
         if chunk_size < 1:
             raise AnchorMassError(f"chunk_size={chunk_size}: must be at least 1")
-        lengths = [total] * batch if lengths is None else [int(n) for n in lengths]
-        if len(lengths) != batch or not all(1 <= n <= total for n in lengths):
+        lengths = [total] * batch if lengths is None else list(lengths)
+        if len(lengths) != batch or not all(n in range(1, total + 1) for n in lengths):
             raise AnchorMassError(
-                f"lengths={lengths}: expected {batch} numbers from 1 to {total} (ids' shape)"
+                f"lengths={lengths}: expected {batch} whole numbers from 1 to {total} (ids' shape)"
             )
         self._check_cache(cache, batch, session_length)
         last = self.embed_tokens.weight.new_zeros(batch, self.config.width)
@@ -335,7 +336,7 @@ class TransformerLM(nn.Module):
         if ids.dim() != 2 or ids.shape[1] != 1:
             raise AnchorMassError(f"next_ids {list(next_ids.shape)}: expected [B] or [B, 1]")
         self._check_ids(ids)
-        if cache.batch_size != ids.shape[0] or cache.filled_by is not self:
+        if cache.batch_size != ids.shape[0] or (cache.filled_by, cache.dtype) != (self, self.dtype):
             self._check_cache(cache, ids.shape[0], None)
         if min(cache.seen) < 1:
             raise AnchorMassError("the cache is empty: prefill a prompt first")
@@ -363,7 +364,7 @@ class TransformerLM(nn.Module):
             )
 
     def _check_cache(self, cache: Cache, batch: int, session_length: int | None) -> None:
-        cache.check_model(self.config, self.fingerprint())
+        cache.check_model(self.config, self.fingerprint(), self.dtype)
         if cache.batch_size != batch:
             raise AnchorMassError(
                 f"the cache has {cache.batch_size} rows, the input {batch}: "

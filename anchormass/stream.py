@@ -281,7 +281,7 @@ class AnchorMassLayer:
         open_rows = slice(s, s + length)
         # Raw tokens from the open block's first one; its earlier queries are not asked again.
         raw_k = torch.cat((self.k[rows, :, open_rows], k), dim=2)
-        raw_v = torch.cat((self.v[rows, :, open_rows].to(v.dtype), v), dim=2)
+        raw_v = torch.cat((self.v[rows, :, open_rows], v.to(self.v.dtype)), dim=2)
         queries = F.pad(q, (0, 0, length, 0))
 
         # The open block's rows stay in the buffer but are attended to as raw tokens: hidden here.
@@ -290,7 +290,8 @@ class AnchorMassLayer:
         past = Slots(self.k[rows], self.v[rows], mass)
         whole = raw_k.shape[2] // self.block * self.block
         own, groups = compress_body(raw_k[:, :, :whole], raw_v[:, :, :whole], self.config)
-        out = global_attention(queries, raw_k, raw_v, past, own, self.config)[:, :, length:]
+        out = global_attention(queries, raw_k, raw_v.to(v.dtype), past, own, self.config)
+        out = out[:, :, length:]
 
         if whole:
             self._append(rows, own, groups)
