@@ -423,6 +423,9 @@ def test_a_cache_belongs_to_one_model(sharp: Sharp, tokens: Tokens) -> None:
     # The same weights elsewhere in memory are the same model, even after a stranger asked.
     assert model.decode(torch.tensor([1]), cache).shape == (1, 97)
     assert sharp().decode(torch.tensor([1]), cache).shape == (1, 97)
+    # In another precision it is not.
+    with pytest.raises(AnchorMassError, match=r"float64.*float32"):
+        sharp().float().decode(torch.tensor([1]), cache)
     # Weights that changed since are not.
     changed = sharp()
     with torch.no_grad():

@@ -164,10 +164,12 @@ def _fill(cache: Cache, context: int, generator: torch.Generator) -> None:
         if blocks > 0:
             if start > seen:
                 prefill(start - seen)
-            for first in range(0, blocks * config.block, CHUNK):
-                n = min(CHUNK, blocks * config.block - first)
-                layer.absorb(*random(2, config.n_global, n))
-                seen += n
+            left = blocks * config.block
+            k, v = random(2, config.n_global, min(CHUNK, left))
+            while left:  # the same tokens again and again: they do not change the bytes
+                n = min(CHUNK, left)
+                layer.absorb(k[:, :, :n], v[:, :, :n])
+                seen, left = seen + n, left - n
     prefill(context - seen)
     cache.seen = [context]
     layer.trim(cache.seen)
