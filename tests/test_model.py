@@ -375,7 +375,7 @@ def test_decoding_needs_a_prompt(sharp: Sharp) -> None:
     ("options", "named"),
     [
         (dict(chunk_size=0), "chunk_size=0"),
-        (dict(lengths=[10]), r"lengths=\[10\].*2 numbers from 1 to 10"),
+        (dict(lengths=[10]), r"lengths=\[10\].*2 whole numbers from 1 to 10"),
         (dict(lengths=[10, 11]), r"lengths=\[10, 11\]"),
         (dict(lengths=[0, 10]), r"lengths=\[0, 10\]"),
         (dict(lengths=[-1, 10]), r"lengths=\[-1, 10\]"),
