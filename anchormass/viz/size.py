@@ -201,7 +201,7 @@ def by_distance(table: pd.DataFrame, window: int, caption: str = "") -> go.Figur
     share = beyond(table, window)
     merged = share[[s for s in share.index if s.startswith("merged")]].sum()
     title = (
-        f"More than {window} tokens back, {share.get('outlier alone', 0):.0%} of the tokens stand "
+        f"{window} or more tokens back, {share.get('outlier alone', 0):.0%} of the tokens stand "
         f"alone, {share.get('background', 0):.0%} are in the mean of their subgroup, "
         f"{merged:.0%} in merged slots, {share.get('dropped', 0):.0%} gone"
     )
