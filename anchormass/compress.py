@@ -72,7 +72,11 @@ def compress_subgroups(
         norm = values.norm(dim=-1)  # [..., H, 8]
         relative = norm / norm.mean(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
         relative_norm = relative.mean(-2)
-        least, index = similarity.min(-1)
+        # Equal tokens have equal values in layer 0, up to the rounding of a matrix product whose
+        # shape differs between chunks: among ties within it, the first token is the candidate.
+        least = similarity.amin(-1)
+        tied = similarity <= least[..., None] + 64 * torch.finfo(wide).eps
+        index = tied.long().argmax(-1)
         fired = (least < cos_threshold) | (relative_norm.amax(-1) > norm_threshold)
 
         place = torch.arange(size, device=k.device)

@@ -445,3 +445,17 @@ def test_odd_heads_cannot_be_halved() -> None:
     with pytest.raises(AnchorMassError, match="n_heads=3"):
         Config("anchormass", n_heads=3, **shape)
     assert TransformerLM(Config("standard", n_heads=3, **shape)).n_parameters() > 0
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_equal_tokens_in_a_subgroup_do_not_part_the_two_forms(seed: int) -> None:
+    """Ties in layer 0 are broken by position, not by how a chunk's matrix product rounds."""
+    config = Config("anchormass", 64, 2, 32, 48, 4, rope_context=512, max_slots=4096)
+    model = TransformerLM(config).double()
+    g = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.5, generator=g)
+    ids = torch.randint(0, 64, (3, 3000), generator=g)
+    streamed = model.prefill(ids, model.new_cache(3, 3000), 7, all_logits=True)
+    torch.testing.assert_close(streamed, model(ids), rtol=0, atol=1e-10)
