@@ -80,6 +80,12 @@ def visible_local(length: int, config: Config, device: torch.device) -> Tensor:
     return visible_tokens(length, device).triu(1 - config.block)
 
 
+def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias that is -inf where `hidden` is True, else 0, for inputs of `dtype`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.zeros(hidden.shape, dtype=wide, device=hidden.device).masked_fill(hidden, NEG_INF)
+
+
 def compress_body(k: Tensor, v: Tensor, config: Config) -> tuple[Slots, Any]:
     """`compress_blocks` with the thresholds of `config`."""
     return compress_blocks(
@@ -284,8 +290,7 @@ def local_attention(
         seen = seen.repeat(blocks, 1, 1, 1)
         seen[0, :, :, : c - past] = False
         seen = seen.repeat(batch, 1, 1, 1)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    bias = torch.zeros(seen.shape, dtype=wide, device=q.device).masked_fill(~seen, NEG_INF)
+    bias = hiding(~seen, q.dtype)
 
     def windows(x: Tensor) -> Tensor:  # [B, H, (n + 1)·C, D] -> [B·n, H, 2C, D]
         return x.unfold(2, 2 * c, c).permute(0, 2, 1, 4, 3).flatten(0, 1)

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anchormass.attention import (
-    NEG_INF,
     Part,
     attend,
     compress_body,
     decode_attention,
     global_attention,
+    hiding,
     local_attention,
 )
 from anchormass.compress import Slots, Subgroups, mass_dtype
@@ -82,9 +82,7 @@ class StandardLayer:
         n = max(seen) + 1
         bias = None
         if len(set(seen)) > 1:
-            last = torch.tensor(seen, device=q.device)[:, None, None, None]
-            hidden = torch.arange(n, device=q.device) > last
-            bias = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, NEG_INF)
+            bias = _up_to(seen, n, q)
         return decode_attention(q, self.k[:, :, :n], self.v[:, :, :n], bias)
 
 
@@ -265,8 +263,7 @@ class AnchorMassLayer:
             self._set_mass(rows, where, 1.0)
             place = torch.arange(s, device=q.device)
             hidden = place > seen + torch.arange(first, device=q.device)[:, None]
-            bias = torch.zeros(hidden.shape, dtype=self.mass.dtype, device=q.device)
-            bias = bias.masked_fill(hidden, NEG_INF)[None, None]
+            bias = hiding(hidden, q.dtype)[None, None]
             sinks = Part(self.k[rows, :, :s], self.v[rows, :, :s].to(q.dtype), bias)
             outs.append(attend(q[:, :, :first], [sinks]))
         if first < n:
@@ -382,10 +379,7 @@ class AnchorMassLayer:
         _write(self.local_v, [n % c for n in seen], v[:, :h])
         bias = None
         if min(seen) < c - 1:  # the ring is not full yet
-            last = torch.tensor(seen, device=q.device)[:, None, None, None]
-            hidden = torch.arange(c, device=q.device) > last
-            bias = torch.zeros(hidden.shape, dtype=self.mass.dtype, device=q.device)
-            bias = bias.masked_fill(hidden, NEG_INF)
+            bias = _up_to(seen, c, q)
         local = decode_attention(q[:, :h], self.local_k, self.local_v, bias)
 
         place = [n if n < s else s + self._tail_length(n) for n in seen]
@@ -436,3 +430,9 @@ def _write(buffer: Tensor, places: list[int], x: Tensor) -> None:
     else:
         for b, place in enumerate(places):
             buffer[b, :, place] = x[b, :, 0]
+
+
+def _up_to(last: list[int], n: int, q: Tensor) -> Tensor:
+    """Bias `[B, 1, 1, n]` that hides from row b every place after `last[b]`."""
+    places = torch.arange(n, device=q.device)
+    return hiding(places > torch.tensor(last, device=q.device)[:, None, None, None], q.dtype)
